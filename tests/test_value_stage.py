@@ -126,6 +126,44 @@ def test_a_policy_starts_at_once_from_that_critic(workers, paths, stage, tmp_pat
     assert torch.equal(again[0], then)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_values_may_start_at_the_mean_return(workers, paths, tmp_path, size):
+    """All tokens' mean, though two ranks or one has them; a resumed run keeps the constant."""
+    still = {"critic_learning_rate": 1e-30, "critic_warmup_updates": 0}
+    new = {"value_head_init_std": 0.0, "value_head_bias": "mean_return"}
+    sections = {"optimizer": still, "model": new}
+    before, after, _ = run(workers, paths, tmp_path / "run", STAGE, size, **sections)
+    first, *_ = found = rows(tmp_path / "run")[1:]
+    assert before.unique().tolist() == [0.0] and len(after.unique()) == 1
+    assert float(after[0]) == pytest.approx(first["critic/return_mean"], abs=1e-6)
+    assert float(after[0]) != 0 and len(found) == STEPS
+    assert [row["critic/value_error_mean"] for row in found] == pytest.approx([0] * STEPS, abs=1e-6)
+    longer = {**STAGE, "value_pretraining_steps": STEPS + 1}
+    again = run(workers, paths, tmp_path / "run", longer, size, **sections)
+    assert torch.equal(again[0], after) and torch.equal(again[1], after)
+
+
+def notes(paths, run_dir, algorithm, value_head_bias):
+    """What a run says whose critic learns nothing; a worker's function."""
+    still = {"critic_learning_rate": 1e-30, "critic_warmup_updates": 0}
+    tree = {"algorithm": {"mini_batch_size": NUM_RESPONSES, **algorithm}, "optimizer": still}
+    tree["model"] = {"value_head_bias": value_head_bias}
+    with trainer(settings(paths[0], run_dir, **tree), paths[1]) as made:
+        told, made.output.note = [], lambda text: told.append(text)
+        made.fit()
+    return [text for text in told if "value pretraining ends" in text]
+
+
+def test_the_end_of_value_pretraining_says_that_values_are_off(workers, paths, tmp_path):
+    both = {"value_pretraining_steps": 1, "policy_steps": 2}
+    for i, algorithm in enumerate((STAGE, both)):
+        (text,) = workers.run(1, notes, paths, tmp_path / f"off_{i}", algorithm, "none")[0]
+        assert text.startswith("warning: ") and "too low in the mean" in text
+        assert (
+            workers.run(1, notes, paths, tmp_path / f"right_{i}", algorithm, "mean_return")[0] == []
+        )
+
+
 def test_weights_alone_in_another_layout(workers, paths, stage, tmp_path):
     """One checkpoint of the run is named, and two ranks share each matrix."""
     run_dir, _, after, _ = stage

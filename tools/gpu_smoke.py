@@ -4,6 +4,7 @@
 python tools/gpu_smoke.py --out DIR                 on a GPU: every section, at full size
 python tools/gpu_smoke.py --sections parity,te      some of them
 python tools/gpu_smoke.py --device cpu --small      the same code on a CPU, at tiny sizes
+torchrun --nnodes 2 ... tools/gpu_smoke.py          NCCL's bandwidth between nodes, alone
 
 Each section runs in processes of its own with a time limit, so that one that fails, crashes or
 hangs costs its own row alone. docs/gpu.md says what each row means. Needs torch,
@@ -100,6 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if refusal:
         print(f"gpu_smoke: {refusal}", file=sys.stderr)
         return 2
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return under_torchrun(arguments)
     for name in list(names):
         if SECTIONS[name].needs and SECTIONS[name].needs not in names[: names.index(name)]:
             names.insert(names.index(name), SECTIONS[name].needs)
@@ -125,6 +128,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"\n{markdown(described, rows)}", end="")
     if arguments.out:
         write_report(arguments.out, described, rows)
+    return int(not all(row.passed for row in rows))
+
+
+def under_torchrun(arguments: argparse.Namespace) -> int:
+    """Be one of torchrun's processes on several nodes; rank 0 prints the table."""
+    from tools.smoke.network import network
+    from tools.smoke.sizes import FULL, SMALL
+
+    rows = list(network(SMALL if arguments.small else FULL, Path()))
+    if os.environ["RANK"] == "0":
+        described = machine(arguments.device == "cuda")
+        print(f"\n{markdown(described, rows)}", end="", flush=True)
+        if arguments.out:
+            arguments.out.mkdir(parents=True, exist_ok=True)
+            write_report(arguments.out, described, rows)
     return int(not all(row.passed for row in rows))
 
 
@@ -274,6 +292,13 @@ def _refusal(arguments: argparse.Namespace, names: Sequence[str]) -> str:
     if arguments.device == "cuda":
         import torch
 
+        from vapo_megatron.errors import ConfigError
+        from vapo_megatron.parallel import libraries
+
+        try:
+            libraries.check_driver()
+        except ConfigError as error:
+            return str(error)
         if not torch.cuda.is_available():
             return (
                 f"torch {torch.__version__} finds no GPU here; --device cpu --small runs the same "

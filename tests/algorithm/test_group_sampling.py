@@ -6,9 +6,16 @@ Not exercised: the sampling itself (tests/rollout), the trainer that reads the s
 import math
 
 import pytest
+import torch
 
 from vapo_megatron.algorithm.group_sampling import repeat_for_group
-from vapo_megatron.algorithm.value_pretraining import actor_is_trained, critic_has_settled
+from vapo_megatron.algorithm.value_loss import ranged_values
+from vapo_megatron.algorithm.value_pretraining import (
+    actor_is_trained,
+    bias_to_mean_return,
+    critic_has_settled,
+    error_is_large,
+)
 
 
 def test_groups_stand_side_by_side():
@@ -52,6 +59,26 @@ def test_value_pretraining_is_patient():
         ([math.nan, 0.5], 1, False),
     ]:
         assert critic_has_settled(history, patience) is settled, (history, patience, settled)
+
+
+def test_a_critic_that_is_wrong_in_the_mean_has_not_settled():
+    """Half a standard deviation of the returns is the limit."""
+    for error, spread, is_large in [(0.4, 0.8, False), (-0.41, 0.8, True), (0.41, 0.8, True)]:
+        assert error_is_large(error, spread) is is_large
+    assert not error_is_large(math.nan, 1.0)
+    assert critic_has_settled([0.6, 0.5], 1)
+    assert not critic_has_settled([0.6, 0.5], 1, error_is_large=True)
+
+
+def test_a_head_starts_at_the_mean_return():
+    assert bias_to_mean_return(0.25, -0.9) == pytest.approx(-1.15)
+    low, high = -1.0, 3.0
+    for mean in (-0.9, 0.0, 2.5):
+        bias = bias_to_mean_return(1.0, mean, (low, high))  # A head of 0 is the middle, 1.
+        found = ranged_values(torch.tensor([bias], dtype=torch.float64), low, high)
+        assert float(found) == pytest.approx(mean)
+    # At an end of the range, where the head would be infinite.
+    assert bias_to_mean_return(1.0, -1.0, (low, high)) == pytest.approx(math.tan(-0.49 * math.pi))
 
 
 def test_patience_is_at_least_1():

@@ -13,6 +13,7 @@ from vapo_megatron.algorithm.statistics import (
     masked_sums,
     mean_and_std,
     moments,
+    value_error_from_moments,
     whiten,
 )
 
@@ -20,6 +21,16 @@ from vapo_megatron.algorithm.statistics import (
 def test_explained_variance_golden_numbers():
     # returns 1, 3 (variance 1), errors 0, 1 (variance .25): 1 - .25 = .75
     assert float(explained_variance(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]))) == 0.75
+
+
+def test_the_mean_error_that_explained_variance_does_not_see():
+    """Over two shards; a value that is masked out does not count."""
+    values, returns = torch.tensor([1.0, 2.0, 9.0]), torch.tensor([-1.0, 3.0, 0.0])
+    shards = [slice(0, 1), slice(1, 3)]
+    mask = torch.tensor([True, True, False])
+    sums = sum(moments(values[s], returns[s], mask[s]) for s in shards)
+    error, spread = value_error_from_moments(sums)
+    assert (float(error), float(spread)) == (0.5, 2.0)
 
 
 def test_explained_variance_of_known_values():

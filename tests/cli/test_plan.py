@@ -307,3 +307,36 @@ def test_a_mistake_is_one_line(capsys, options, message):
 def test_sizes():
     assert plan_options.size("80GB") == 80 * 10**9
     assert plan_options.size("1.5 tb") == 15 * 10**11 and plan_options.size("2GiB") == 2 * 2**30
+
+
+def test_fp8_keys_and_recomputed_layers_are_planned_and_pasted(capsys):
+    job = [
+        "--model",
+        "Qwen2.5-32B",
+        "--gpus",
+        "128",
+        *LAYOUT,
+        "--vpp",
+        "1",
+        "--max-tokens",
+        "22528",
+    ]
+    assert plan.main([*job, "--recompute-layers", "6", "--kv-cache-dtype", "fp8"]) == 0
+    out = capsys.readouterr().out
+    assert "recompute full, block 6, vLLM TP 8" in out
+    for line in ("recompute_method: block", "recompute_num_layers: 6", "kv_cache_dtype: fp8"):
+        assert f"  {line}\n" in out
+    assert plan.main([*job, "--recompute-layers", "6", "--recompute", "none"]) == 2
+    assert "--recompute-layers=6 needs --recompute=full, found none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("gpu", "line"),
+    [
+        ("B200", "GPU: 180 GB, 2250 TFLOP/s, memory 8000 GB/s, NVLink 1800, network 50, PCIe 64"),
+        ("B300", "GPU: 288 GB, 2250 TFLOP/s, memory 8000 GB/s, NVLink 1800, network 100, PCIe 64"),
+    ],
+)
+def test_blackwell(capsys, gpu, line):
+    assert plan.main(["--model", "Qwen2.5-0.5B", "--gpus", "1", "--gpu", gpu]) == 0
+    assert line in capsys.readouterr().out

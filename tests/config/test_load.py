@@ -197,6 +197,9 @@ algorithm.stage=value_pretraining  algorithm.value_pretraining_patience=50
     value_pretraining_steps=50 must exceed | patience (50) | raise it
 algorithm.stage=value_pretraining  algorithm.value_pretraining_steps=0
     value_pretraining_steps=0 must exceed | stage=value_pretraining | raise it
+model.value_head_bias=mean_return  algorithm.advantage_estimator=grpo
+  algorithm.value_pretraining_steps=0
+    value_head_bias=mean_return needs a critic | =grpo | set value_head_bias=none
 model.critic_checkpoint=runs/x  algorithm.advantage_estimator=grpo
   algorithm.value_pretraining_steps=0
     critic_checkpoint=runs/x needs a critic | =grpo | set critic_checkpoint=null

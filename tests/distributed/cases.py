@@ -58,6 +58,9 @@ _RECOMPUTE = (
     Layout(tp=2, pp=2, sp=True, recompute="selective", budget=SMALL),
     Layout(cp=2, recompute="full", budget=SMALL),
     Layout(cp=2, tp=2, sp=True, recompute="selective"),
+    Layout(pp=2, recompute="block 1", budget=SMALL),
+    Layout(pp=2, vpp=2, recompute="block 1", budget=SMALL),
+    Layout(tp=2, pp=2, sp=True, recompute="uniform 2"),
 )
 
 
@@ -111,6 +114,9 @@ CI = (
     ("critic", Layout(cp=2, dp=2, overlap=True)),
     ("critic", _RECOMPUTE[4]),
     ("actor", _RECOMPUTE[5]),
+    ("actor", _RECOMPUTE[6]),
+    ("critic", _RECOMPUTE[7]),
+    ("critic", _RECOMPUTE[8]),
 )
 
 _BFLOAT16 = (

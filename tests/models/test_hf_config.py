@@ -259,6 +259,20 @@ REFUSED_LAYOUTS = {
     "virtual_pipeline_model_parallel_size=4": (
         {}, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 4},
     ),
+    "recompute_num_layers=2 must divide the 1 layers of a model chunk .*recompute_method=uniform": (
+        {},
+        {
+            "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2,
+            "recompute": "full", "recompute_num_layers": 2,
+        },
+    ),
+    "recompute_num_layers=3 must not exceed the 2 layers of a model chunk .*recompute_method=bl": (
+        {},
+        {
+            "pipeline_model_parallel_size": 2, "recompute": "full", "recompute_method": "block",
+            "recompute_num_layers": 3,
+        },
+    ),
 }  # fmt: skip
 
 

@@ -9,7 +9,11 @@ import sys
 import pytest
 import torch
 
-from vapo_megatron.parallel import libraries
+from tools import gpu_smoke
+from vapo_megatron.cli import preflight
+from vapo_megatron.config import load_config
+from vapo_megatron.errors import ConfigError
+from vapo_megatron.parallel import libraries, megatron_on_cpu
 
 FINE = {
     "torch": "2.13.0+cu130", "CUDA": "13.0", "NCCL": "2.29.7", "cuDNN": "9.20.0",
@@ -173,3 +177,73 @@ def test_a_damaged_apex_is_one_too(told):
 
 def test_one_that_is_not_installed_is_no_error(told):
     assert told["neither"] == "imported False"
+
+
+TOO_OLD = "The NVIDIA driver on your system is too old (found version 12080)."
+
+
+@pytest.fixture
+def old_driver(monkeypatch, tmp_path):
+    """A CUDA 13 build of torch beside a driver for CUDA 12, and nvidia-smi."""
+
+    def fails():
+        raise RuntimeError(TOO_OLD)
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", fails)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'NVIDIA H100 80GB HBM3, 570.86.15'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(libraries, "_DEVICES", tmp_path)
+    return program
+
+
+def test_a_gpu_that_torch_cannot_use_is_refused(old_driver):
+    with pytest.raises(ConfigError) as error:
+        libraries.check_driver()
+    said = str(error.value)
+    assert "has a GPU (NVIDIA H100 80GB HBM3, 570.86.15), but torch" in said and TOO_OLD in said
+    assert "CUDA 13.0 needs driver 580 or newer: update the driver" in said
+
+
+def test_it_is_refused_by_a_launch_by_megatron_and_by_the_smoke_test(
+    old_driver, monkeypatch, capsys
+):
+    monkeypatch.setattr(gpu_smoke, "_is_installed", lambda module: True)
+    with pytest.raises(ConfigError, match="has a GPU"):
+        preflight.check_rank(preflight_config(), None)
+    with pytest.raises(ConfigError, match="has a GPU"):
+        megatron_on_cpu._Finder().find_spec("megatron.core", None)
+    assert gpu_smoke.main([]) == 2
+    assert "needs driver 580" in capsys.readouterr().err
+
+
+def preflight_config():
+    return load_config([], ["model.hf_path=missing"])
+
+
+def test_device_files_show_a_gpu_where_there_is_no_nvidia_smi(old_driver, tmp_path):
+    old_driver.unlink()
+    libraries.check_driver()
+    (tmp_path / "nvidia0").write_text("")
+    with pytest.raises(ConfigError, match="has a GPU .*nvidia0"):
+        libraries.check_driver()
+
+
+@pytest.mark.parametrize("why", ["hidden", "a CPU build", "it works"])
+def test_it_is_fine(old_driver, monkeypatch, why):
+    if why == "hidden":
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    elif why == "a CPU build":
+        monkeypatch.setattr(torch.version, "cuda", None)
+    else:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    libraries.check_driver()
+
+
+def test_an_nvidia_smi_that_fails_shows_none(old_driver):
+    """Such as where the image has the program, and the machine no GPU."""
+    old_driver.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'; exit 9\n")
+    libraries.check_driver()

@@ -70,6 +70,15 @@ class Result(NamedTuple):
     data-parallel rank's responses in the order of its microbatches."""
 
 
+def recompute_fields(recompute: str) -> dict[str, Any]:
+    """Fields of parallel.recompute, or of a method and a number of layers, such as block 1."""
+    method, _, num_layers = recompute.partition(" ")
+    if not num_layers:
+        return {"recompute": recompute}
+    fields = {"recompute_method": method, "recompute_num_layers": int(num_layers)}
+    return {"recompute": "full", **fields}
+
+
 def parallel_fields(layout: Any) -> dict[str, Any]:
     """The configuration's parallel section, of any layout with these fields."""
     return {
@@ -82,7 +91,7 @@ def parallel_fields(layout: Any) -> dict[str, Any]:
         "use_distributed_optimizer": layout.distributed,
         "overlap_grad_reduce": layout.overlap,
         "overlap_param_gather": layout.overlap and layout.distributed,
-        "recompute": layout.recompute,
+        **recompute_fields(layout.recompute),
     }
 
 

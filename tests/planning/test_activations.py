@@ -192,6 +192,31 @@ def test_norms_of_query_and_key_save_their_input():
     assert with_norm - without == 2 * (4096 + 1024)
 
 
+def test_recomputing_some_layers(shape):
+    """16 layers of a stage, 4 microbatches in flight; in units of 4, or the first 12."""
+    s = 24576
+    whole, inputs = 30_484 * s, 1280 * s
+
+    def found(**parallel):
+        one = passes(shape, make_config(recompute="full", **parallel), s)
+        return one.chunk(), one.saved(), one.training()[0]
+
+    every = found()
+    assert every[0] == 16 * inputs
+    units = found(recompute_num_layers=4)
+    assert units[0] == 4 * inputs and units[1] == 4 * units[0]
+    # Four layers at a time instead of one; the first one's input is what is kept.
+    assert units[2] - units[1] - (every[2] - every[1]) == 3 * whole
+    block = found(recompute_method="block", recompute_num_layers=12)
+    assert block[0] == 12 * inputs + 4 * whole
+    # When the first of the 12 is computed again, the 4 others have given back more than that.
+    assert block[2] - block[1] == every[2] - every[1] - (whole - inputs)
+    assert found(recompute_method="block", recompute_num_layers=16) == every
+    # Virtual stages have 4 layers each, of which the numbers are.
+    chunk = make_config(vpp=4, recompute="full", recompute_method="block", recompute_num_layers=3)
+    assert passes(shape, chunk, s).chunk() == 3 * inputs + whole
+
+
 def test_a_long_sequence_exceeds_the_budget():
     config = make_config(max_tokens_per_microbatch=1024)
     assert activations.microbatch_tokens(config) == 2048 + 20480

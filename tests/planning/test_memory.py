@@ -134,8 +134,12 @@ def test_without_a_critic_there_is_half_of_it(shape):
 
 def test_reserve(shape):
     phases = memory.phase_memory(shape, make_config(), gpu_bytes=GPU_BYTES, pp_rank=0)
-    # TP, PP, DP, TP x PP, the world, and two of vLLM's; 7 neighbours; context and graphs.
-    fixed = 7 * 688 * 2**20 + 7 * (3_280_000_000 // 7) + 500_000_000 + 1_503_657_984
+    # TP, PP, DP, TP x PP, the world, and two of vLLM's; 7 neighbours; context and graphs; and
+    # Transformer Engine's placeholders of a layer's gradients: 896 x 5120, 5120 x 640, 6912 x 5120
+    # and 5120 x 3456 numbers of 2 bytes.
+    kept = 2 * 5120 * (896 + 640 + 6912 + 3456)
+    assert kept == 121_896_960
+    fixed = 7 * 688 * 2**20 + 7 * (3_280_000_000 // 7) + 500_000_000 + 1_503_657_984 + kept
     assert phases["sync"].reserve == phases["generation"].reserve == fixed
     update = phases["actor_update"]
     assert update.reserve == fixed + int(0.15 * update.activations)
@@ -145,9 +149,55 @@ def test_reserve(shape):
         memory.PhaseMemory(
             parameters=model_bytes.state_bytes(alone, config, "actor", pp_rank=0).parameters,
             sampler_weights=model_bytes.sampler_weight_bytes(alone, config),
-            reserve=500_000_000,
+            # 1152 and 896, 9728 and 4864 rows or columns of 896.
+            reserve=500_000_000 + 2 * 896 * (1152 + 896 + 9728 + 4864),
         )
     )
+
+
+def test_placeholders_are_kept_where_transformer_engine_trains(shape):
+    def kept(**sections):
+        return model_bytes.placeholder_bytes(shape, make_config(**sections))
+
+    assert kept() == 121_896_960
+    assert kept(model={"layer_spec": "local"}) == kept(model={"dtype": "float32"}) == 0
+    # 7B on one GPU, as on paper: half a GB.
+    seven = model_bytes.placeholder_bytes(known_shape("Qwen2.5-7B"), make_config(1, 1, 1))
+    assert seven == 2 * 3584 * (4608 + 3584 + 2 * 18944 + 18944)
+    apart = {"placement": "disaggregated", "num_processes": 4}
+    phases = (
+        memory.phase_memory(
+            shape, make_config(rollout=apart, model=model), gpu_bytes=GPU_BYTES, pp_rank=0
+        )
+        for model in ({}, {"layer_spec": "local"})
+    )
+    te, local = phases
+    assert te["generation"] == local["generation"], "a rollout worker has none"
+    assert te["sync"].reserve - local["sync"].reserve == 121_896_960
+
+
+def test_cuda_graphs_may_leave_the_gpu_with_vllm(shape):
+    offloaded = {"vllm_args": {"sleep_mode_offload_cudagraph": True}}
+    before, after, kept = (
+        memory.phase_memory(shape, config, gpu_bytes=GPU_BYTES, pp_rank=0)
+        for config in (
+            make_config(), make_config(rollout=offloaded),
+            make_config(rollout=offloaded, offload=False),
+        )
+    )  # fmt: skip
+    assert before["sync"].reserve - after["sync"].reserve == memory.CUDA_GRAPH_BYTES
+    assert before["generation"] == after["generation"]
+    assert kept["sync"].reserve == before["sync"].reserve
+
+
+def test_fp8_halves_the_keys_and_values(shape):
+    fp8 = make_config(rollout={"kv_cache_dtype": "fp8"})
+    assert memory.kv_cache_bytes_per_token(shape, fp8) == 32_768
+    narrow, wide = (
+        memory.kv_cache_tokens(shape, config, gpu_bytes=GPU_BYTES)
+        for config in (fp8, make_config())
+    )
+    assert 2 * wide <= narrow < 2 * wide + 32
 
 
 def test_total_is_the_sum_of_the_parts():

@@ -248,7 +248,8 @@ def test_the_recipe_fits():
     ("overrides", "message"),
     [
         (
-            ["parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=1"],
+            ["parallel.virtual_pipeline_model_parallel_size=null",
+             "parallel.pipeline_model_parallel_size=1"],
             "actor_update needs .* GB of 80.0 .gradients 65.5; parameters 32.8; .*; raise "
             "parallel.tensor_model_parallel_size=2, context_parallel_size=1 or "
             "pipeline_model_parallel_size=1, lower max_tokens_per_microbatch=24576, or let "
@@ -308,6 +309,8 @@ def test_yaml_to_paste_is_the_plan(ranking, tmp_path):
 def test_a_dry_run_prints_the_plan_as_comments(capsys):
     options = [part for file in RECIPE for part in ("--config", file)] + ["--dry-run"]
     options += ["rollout.gpu_memory_utilization=0.5", "rollout.tensor_model_parallel_size=4"]
+    # Trained with TP 8, a GPU of 40 GB is enough, and vLLM's half of it is not.
+    options += ["parallel.tensor_model_parallel_size=8"]
     assert train.main([*options, "parallel.gpu_memory_gb=40"]) == 0
     text = capsys.readouterr().out
     assert VapoConfig.model_validate(yaml.safe_load(text)).parallel.gpu_memory_gb == 40
@@ -377,7 +380,7 @@ def test_every_plan_has_its_range(ranking):
     row = describe_ranking(ranking, top=1).splitlines()[1].split()
     assert row[row.index(step) + 1] == f"{least:.0f}-{most:.0f}"
     assert f": {step} s a step ({least:.0f} to {most:.0f})\n" in describe_plan(SMALL_SHAPE, plan)
-    assert "vLLM TP 8: 2083 s a step (1521 to 3396)\n" in dry_run_comment(load_config(RECIPE))
+    assert "vLLM TP 8: 1817 s a step (1326 to 2961)\n" in dry_run_comment(load_config(RECIPE))
 
 
 @pytest.mark.parametrize("slower", [1, 1e6])

@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from tests.planning.shapes import changed, small_shape
+from tests.planning.shapes import changed, make_config, small_shape
 from vapo_megatron.cli import plan_options
 from vapo_megatron.config import load_config
 from vapo_megatron.errors import ConfigError
@@ -149,3 +149,17 @@ def test_a_size_of_vllm_that_cannot_be(name, chosen):
     # 8 divides 32B's 40 heads, but not 4 GPUs; 3 divides neither 28 heads nor 4.
     with pytest.raises(ConfigError, match=f"size={chosen} must divide parallel.world_size=4 and"):
         ranking.sampler_sizes(known_shape(name), base(4), Fixed(vllm_tp=chosen), 8)
+
+
+def test_a_number_of_layers_may_be_recomputed_instead_of_all():
+    """Of a stage's 16 layers; a chunk of a virtual stage has 4, which are fewer than 6."""
+    shape = known_shape("Qwen2.5-32B")
+    layout = make_config(8, 4, 4, vllm_tp=8)
+    fixed = ranking.Fixed(recompute_layers=6, offload=True, max_tokens=22528)
+    found = [v.parallel for v in ranking.variants(shape, layout, fixed)]
+    assert {(p.recompute, p.recompute_method, p.recompute_num_layers) for p in found} == {
+        ("full", "block", 6)
+    }
+    assert {p.virtual_pipeline_model_parallel_size for p in found} == {None, 2}
+    others = [v.parallel for v in ranking.variants(shape, layout, ranking.Fixed())]
+    assert {(p.recompute_method, p.recompute_num_layers) for p in others} == {("uniform", 1)}

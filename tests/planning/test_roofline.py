@@ -131,6 +131,24 @@ def test_recompute_is_one_more_forward_pass():
     assert full == pytest.approx(4 * products + 4.5 * attention, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("fields", "share"),
+    [
+        ({"recompute_method": "block", "recompute_num_layers": 1}, 1 / 4),
+        ({"recompute_method": "block", "recompute_num_layers": 4}, 1),
+        ({"recompute_num_layers": 2}, 1),
+    ],
+)
+def test_some_layers_are_a_part_of_a_forward_pass(fields, share):
+    """Of 4 layers."""
+    seconds = [
+        roofline.update(SHAPE, config(1, **c), FAST_MEMORY, WORKLOAD, "critic").seconds
+        for c in ({"recompute": "none"}, {"recompute": "full", **fields})
+    ]
+    again = share * (4 * 64 * TOKEN + 4 * 8 * 36 * PAIR)
+    assert seconds[1] - seconds[0] == pytest.approx(again, rel=1e-6)
+
+
 def test_the_actors_output_is_always_computed_again():
     critic, actor = (
         roofline.update(SHAPE, config(1), FAST_MEMORY, WORKLOAD, role).seconds

@@ -110,7 +110,8 @@ def test_what_does_not_fit_names_its_side():
     ("overrides", "message"),
     [
         (
-            ["parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=1"],
+            ["parallel.virtual_pipeline_model_parallel_size=null",
+             "parallel.pipeline_model_parallel_size=1"],
             "actor_update on a trainer's GPU needs .*; raise parallel.tensor_model_parallel_size=2",
         ),
         (
@@ -122,7 +123,7 @@ def test_what_does_not_fit_names_its_side():
             "on a rollout worker's GPU leaves vLLM a KV .*raise rollout.gpu_memory_utilization",
         ),
     ],
-)
+)  # fmt: skip
 def test_a_run_is_refused_for_either_side(overrides, message):
     config = load_config(ONE_STEP_OFF, ["rollout.num_processes=32"])
     check_fits(config, SHAPE_32B, LARGE)

@@ -128,6 +128,11 @@ ATTEMPTS = {
     "read_parents_command": "return open(f'/proc/{os.getppid()}/cmdline').read()",
     "read_parents_memory": "return open(f'/proc/{os.getppid()}/maps').read()",
     "read_first_process": "return os.readlink('/proc/1/exe')",
+    "stat": "return os.stat(PLACE).st_ino",
+    "exists": "return os.path.exists(PLACE)",
+    "stat_by_hand": """
+        buffer = ctypes.create_string_buffer(256)
+        return libc.syscall(262 if X86 else 79, -100, VICTIM.encode(), buffer, 0x1000) == 0""",
     "list_root": "return os.listdir('/')",
     "list_here": "return os.listdir('.') is not None",
     "list_place": "return os.listdir(PLACE)",

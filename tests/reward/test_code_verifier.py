@@ -261,11 +261,15 @@ if "root" in sys.argv:
     open("/proc/self/setgroups", "w").write("deny")
     open("/proc/self/uid_map", "w").write(f"0 {user} 1")
 from tests.reward.hostile_programs import *
+from tests.reward.test_code_programs import BY_HAND
 from vapo_megatron.reward.code_verifier import CodeVerifier
 from vapo_megatron.reward.verifier import Problem
+from vapo_megatron.sandbox.client import Budget
 answer = MARK + "7123456789"
 verifier = CodeVerifier(30.0, 60.0)
 print(os.geteuid() == 0, verifier._sandbox.refusal)
+looked = verifier._sandbox.run(BY_HAND, "", Budget(30.0, 1 << 30, 1 << 16))
+print(*looked.output.decode().split())
 for kind, shape, response in hostile_programs(answer, "/nowhere", "/nowhere"):
     if kind in list(ATTEMPTS)[::3] or kind == "fork_bomb":
         (verdict,) = verifier.score([response], [Problem("", "", columns(shape, answer))])
@@ -285,7 +289,7 @@ def test_other_users_programs_are_confined_too(user):
     if "no user namespaces" in done.stderr:
         pytest.skip("the kernel has no user namespaces for this user")
     assert done.returncode == 0, done.stderr
-    first, *others = done.stdout.splitlines()
+    first, seen, *others = done.stdout.splitlines()
     warning = "warning: the verifier code runs programs as this process's own user"
     if user == "root":
         assert first.startswith("True [Errno ") and done.stderr.startswith(warning)
@@ -293,6 +297,8 @@ def test_other_users_programs_are_confined_too(user):
         assert (first, done.stderr) == ("False ", "")
     # What these count is the machine's threads, and what threads may take in memory.
     assert set(others) - {"many_threads"} == {"correct"}
+    # The filter alone does not keep a call made by hand from seeing that a file is there.
+    assert (seen == "-1 -1 -1") == (user == "root")
 
 
 def _tree_seconds(processes):

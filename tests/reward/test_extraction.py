@@ -202,3 +202,33 @@ def test_the_words_behind_a_number_may_be_its_unit():
         "x = 5",
     ]
     assert [clean(t) for t in texts] == ["5 cm", "5", "5 and 6", "5", "5", "x = 5"]
+
+
+def test_without_a_marker_a_sentence_says_what_the_final_answer_is():
+    for response, answer in [
+        ("The final answer is 5.", "5"),
+        (
+            "The final answer is 4.\nNo, the final answer is $\\frac12$. I hope it is correct.",
+            "\\frac12",
+        ),
+        ("My final answer is: **7**", "7"),
+        ("The final answer is \\boxed{5}", "5"),
+        # A marker stands above it, before or behind.
+        ("\\boxed{5} The final answer is right.", "5"),
+        ("Answer: 5\nThe final answer is 6", "5"),
+        ("The final answer is", None),
+        ("The answer is 5", None),
+    ]:
+        assert final_answer(response) == answer, response
+
+
+def test_a_box_may_have_a_number_without_braces():
+    for response, answer in [
+        ("So $\\boxed 5$.", "5"),
+        ("$\\boxed -12,345.5$", "-12,345.5"),
+        ("\\boxed{4} and \\boxed 5", "4"),
+        ("$\\boxed{4}$ and $\\boxed 5$", "5"),
+        ("We use \\boxed as a marker.", None),
+        ("\\boxed x", None),
+    ]:
+        assert final_answer(response) == answer, response

@@ -7,7 +7,7 @@ Not exercised: where the metrics come from (test_step_metrics.py), and what is s
 import pytest
 
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.run.signs import Signs
+from vapo_megatron.run.signs import Signs, about_value_error
 
 HEALTHY = {
     "reward/mean": 0.1, "reward/std": 0.9, "reward/equal_groups_fraction": 0.25,
@@ -89,3 +89,15 @@ def test_responses_that_are_not_kept_are_not_pointed_at():
     config = VapoConfig(logging={"run_dir": "runs/x", "rollout_groups": 0})
     text = told(EQUAL, EQUAL, EQUAL, config=config)[2][0]
     assert "logging.rollout_groups=1" in text and "runs/x" not in text
+
+
+def test_values_that_are_off_when_pretraining_ends():
+    config = VapoConfig()
+    row = {"critic/value_error_mean": 0.75, "critic/return_std": 0.5}
+    (text,) = about_value_error(row, config)
+    assert "that are 0.75 too high in the mean" in text and "of the returns of 0.5:" in text
+    assert "optimizer.critic_learning_rate=2e-06, or take more" in text
+    (text,) = about_value_error({**row, "critic/value_error_mean": -0.3}, config)
+    assert "that are 0.3 too low in the mean" in text
+    assert about_value_error({**row, "critic/value_error_mean": 0.2}, config) == []
+    assert about_value_error({}, config) == []

@@ -100,6 +100,8 @@ def test_numbers_by_hand(workers, world_size):
         # square (.25 + .25 + 1 + .25 + 0 + .5625) / 6
         variance = 2.3125 / 6 - (0.25 / 6) ** 2
         assert metrics["critic/explained_variance"] == pytest.approx(1 - variance)
+        assert metrics["critic/value_error_mean"] == pytest.approx(-0.25 / 6)
+        assert metrics["critic/return_std"] == pytest.approx(1)
         assert metrics["rollout/logprob_diff_mean"] == pytest.approx(0.07 / 6, rel=1e-4)
         assert metrics["rollout/logprob_diff_max"] == pytest.approx(0.04, rel=1e-4)
         # Ratios 1, e^.01, e^.02, 1, 1, e^.04: their sum 6.071062, that of their squares 6.144299.

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tools.smoke.models import build_role, exact_float32, make_config, start_groups
+from tools.smoke.network import all_reduce_rate, communicator, gathered
 from tools.smoke.parity import (
     ROLES,
     UNIT_ROUNDOFF,
@@ -42,7 +43,6 @@ from tools.smoke.sampler import (
     spoil,
 )
 from tools.smoke.sizes import Sizes
-from tools.smoke.training import timed
 from vapo_megatron.config.phases import Role
 from vapo_megatron.parallel import backend, groups
 from vapo_megatron.parallel.groups import Ranks
@@ -128,19 +128,15 @@ def communication(num_elements: int) -> Iterator[Row]:
     if size > 2:
         cases["pairs"] = pairs[rank // 2]
     for name, group in cases.items():
-        wrong = sum(_gathered([w for w, ok in _checked(group).items() if not ok]), [])
+        wrong = sum(gathered([w for w, ok in _checked(group).items() if not ok]), [])
         measured = f"wrong: {', '.join(sorted(set(wrong)))}" if wrong else "exact"
         case = f"{dist.get_backend()}, collectives of {name}"
         yield Row("nccl", case, measured, "exact", passed=not wrong)
-    draw = torch.Generator().manual_seed(rank)
-    numbers = torch.randn(num_elements, generator=draw).bfloat16().to(backend.device())
-    sums = [numbers.clone() for _ in range(2)]
-    seconds = min(timed(lambda s=s: dist.all_reduce(s))[0] for s in sums)  # type: ignore[misc]
-    is_same = all(_gathered(torch.equal(*sums)))
-    rate = 2 * (size - 1) / size * numbers.nbytes / seconds
+    yield communicator("nccl", f"{size} ranks")
+    rate, is_same = all_reduce_rate(num_elements)
     measured = f"{rate / 1e9:.3g} GB/s of bus bandwidth; {'the same' if is_same else 'other'} bits"
     figures = {"bus_bytes_per_second": rate, "same_bits": float(is_same)}
-    case = f"all-reduce of {numbers.nbytes / 1e6:.3g} MB in bfloat16, twice"
+    case = f"all-reduce of {2 * num_elements / 1e6:.3g} MB in bfloat16, twice"
     yield Row("nccl", case, measured + " the second time", figures=figures)
 
 
@@ -225,7 +221,7 @@ def synced(sizes: Sizes, directory: Path, sampler_tp: int) -> Iterator[Row]:
         assert isinstance(actor, Actor)
         sync = WeightSync(actor.shape, groups.current(), config.model, config.rollout, engine)
         sync.publish(actor.placed.chunks, version)
-        rollouts = sum(_gathered(sample(engine, load, version)), [])
+        rollouts = sum(gathered(sample(engine, load, version)), [])
         rollouts = list({r.position: r for r in rollouts}.values())
         case = f"sync of {title(layout)} to {world_size // sampler_tp} x TP {sampler_tp}"
         yield against_trainer("nccl", case, actor, rollouts)
@@ -237,10 +233,4 @@ def synced(sizes: Sizes, directory: Path, sampler_tp: int) -> Iterator[Row]:
 
 def largest(error: float) -> float:
     """Return the largest error of any rank; NaN is larger than all."""
-    return max(_gathered(math.inf if math.isnan(error) else error))
-
-
-def _gathered(mine: Any) -> list[Any]:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
+    return max(gathered(math.inf if math.isnan(error) else error))

@@ -27,6 +27,10 @@ MEANINGS = {
     "run would train on wrong responses; rollout.enforce_eager=true rules CUDA graphs out",
     "nccl": "GPUs do not communicate rightly: run again with NCCL_DEBUG=INFO, then with "
     "NCCL_NVLS_ENABLE=0, then with NCCL_P2P_DISABLE=1; the first that helps names the culprit",
+    "network": "between nodes NCCL is on sockets, or takes more of a GPU than vapo plan counts: "
+    "with NCCL_DEBUG=INFO it says NET/IB or NET/Socket; a container needs libibverbs1, "
+    "ibverbs-providers and librdmacm1, and docker run --network=host --device=/dev/infiniband "
+    "--cap-add=IPC_LOCK",
     "step": "a whole training step fails, or needs more memory than vapo plan says: plan with the "
     "measured peaks",
     "offload": "a model does not survive its way to host memory: use parallel.offload=false",

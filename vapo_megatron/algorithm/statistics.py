@@ -96,6 +96,20 @@ def explained_variance_from_moments(sums: Tensor) -> Tensor:
     return torch.where(std > 0, explained, 0)
 
 
+def value_error_from_moments(sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean error of the values, which explained variance does not see, and the returns' spread.
+
+        mean(values - returns), std(returns)
+
+    Args:
+        sums: float64 [6] from moments, summed over microbatches and ranks.
+
+    Returns:
+        float64 0-d tensors, both in units of reward.
+    """
+    return -mean_and_std(sums[3:])[0], mean_and_std(sums[:3])[1]
+
+
 def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
     """Fraction of the returns' variance that the values explain.
 

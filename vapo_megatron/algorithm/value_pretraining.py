@@ -21,8 +21,50 @@ def actor_is_trained(step: int, value_pretraining_steps: int) -> bool:
     return step >= value_pretraining_steps
 
 
-def critic_has_settled(explained_variances: Sequence[float], patience: int) -> bool:
-    """Return whether the explained variance has stopped rising.
+LARGE_ERROR = 0.5
+"""Mean error of the values, in standard deviations of the returns, from which on it is large.
+
+The choice is ours. A constant error c adds c to the first reward that lambda < 1 lets advantages
+see, and so pays for longer or for shorter responses instead of right ones."""
+
+
+def error_is_large(mean_error: float, return_std: float) -> bool:
+    """Return whether |mean(values - returns)| > LARGE_ERROR * std(returns); NaN: False."""
+    return abs(mean_error) > LARGE_ERROR * return_std
+
+
+def bias_to_mean_return(
+    mean_value: float, mean_return: float, value_range: Sequence[float] | None = None
+) -> float:
+    """Return what to add to a value head's output so that values start at the mean return.
+
+        b = head(mean_return) - head(mean_value)
+        head(v) = v; with a value_range [low, high] = tan(pi * ((v - low) / (high - low) - 1/2))
+
+    Exact for a head whose values are all alike, as those of a new one are. With a range, a mean
+    closer to its ends than a hundredth of it counts as that far: the ends are at infinity.
+
+    Source: ours. VAPO (arXiv 2504.05118) and VC-PPO (arXiv 2503.01491) let pretraining learn it.
+
+    Args:
+        mean_value, mean_return: over the trained tokens of all ranks, in units of reward.
+        value_range: algorithm.value_range; see value_loss.ranged_values.
+    """
+    if value_range is None:
+        return mean_return - mean_value
+    low, high = value_range
+
+    def head(value: float) -> float:
+        share = min(max((value - low) / (high - low), 0.01), 0.99)
+        return math.tan(math.pi * (share - 0.5))
+
+    return head(mean_return) - head(mean_value)
+
+
+def critic_has_settled(
+    explained_variances: Sequence[float], patience: int, error_is_large: bool = False
+) -> bool:
+    """Return whether the explained variance has stopped rising, and values are right in the mean.
 
         0 < max of all steps, and max of the last `patience` <= max of those before them
 
@@ -32,10 +74,11 @@ def critic_has_settled(explained_variances: Sequence[float], patience: int) -> b
     Args:
         explained_variances: one per step so far, oldest first; NaN never counts as a rise.
         patience: steps without a new maximum after which the critic has settled, at least 1.
+        error_is_large: of the last step; explained variance does not see a constant error.
 
     Returns:
-        Always False in the first `patience` steps, and while no step was above 0, which means that
-        the critic is worse than a constant.
+        Always False in the first `patience` steps, while no step was above 0, which means that the
+        critic is worse than a constant, and while the mean error is large.
 
     Raises:
         ValueError: patience below 1.
@@ -43,6 +86,6 @@ def critic_has_settled(explained_variances: Sequence[float], patience: int) -> b
     if patience < 1:
         raise ValueError(f"value_pretraining_patience={patience} must be at least 1")
     known = [-math.inf if math.isnan(x) else x for x in explained_variances]
-    if len(known) <= patience:
+    if len(known) <= patience or error_is_large:
         return False
     return max(known) > 0 and max(known[-patience:]) <= max(known[:-patience])

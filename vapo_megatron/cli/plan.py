@@ -123,6 +123,11 @@ def ranked(options: argparse.Namespace) -> tuple[ModelShape, Cluster, Workload, 
 def fixed_settings(options: argparse.Namespace) -> Fixed:
     """Return what the options fix."""
     fixed = Fixed(**{name: getattr(options, name) for name in Fixed._fields})
+    if options.recompute_layers is not None and options.recompute not in (None, "full"):
+        raise ConfigError(
+            f"--recompute-layers={options.recompute_layers} needs --recompute=full, found "
+            f"{options.recompute}; change it"
+        )
     if options.offload is not None:
         fixed = fixed._replace(offload=options.offload == "yes")
     return fixed
@@ -166,6 +171,9 @@ def base_config(options: argparse.Namespace) -> VapoConfig:
         "parallel.pipeline_model_parallel_size": 1,
         "parallel.virtual_pipeline_model_parallel_size": "null",
         "parallel.sequence_parallel": "false",
+        "parallel.recompute_method": "uniform",
+        "parallel.recompute_num_layers": 1,
+        "rollout.kv_cache_dtype": options.kv_cache_dtype,
         "parallel.overlap_grad_reduce": None if options.config else "true",
         "parallel.overlap_param_gather": None if options.config else "true",
         "parallel.host_memory_gb": options.host_memory and options.host_memory / GB,

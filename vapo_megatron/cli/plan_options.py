@@ -152,6 +152,7 @@ def add_workload(group: argparse._ArgumentGroup) -> None:
         help="standard deviation of the log of the response lengths (default: %(default)s)",
     )  # fmt: skip
     add_values(group, positive, "N", ("--vllm-sequences", None, "that a replica samples at once"))
+    group.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), help="vLLM's keys and values")
     group.add_argument(
         "--reward-model", metavar="MODEL",
         help="with a reward model, named as --model (default: the configuration's)",
@@ -179,6 +180,8 @@ def add_layout(group: argparse._ArgumentGroup) -> None:
          "tokens of a microbatch (half, once and twice the longest sequence)"),
     )  # fmt: skip
     group.add_argument("--recompute", choices=RECOMPUTE, help="activation recomputation")
+    layers = "recompute this many layers of each model chunk instead of all: recompute_method=block"
+    add_values(group, positive, "N", ("--recompute-layers", None, layers))
     group.add_argument("--offload", choices=("yes", "no"), help="idle models to host memory")
     memory = "rollout.gpu_memory_utilization (the largest that fits, up to 0.9)"
     group.add_argument("--vllm-share", type=fraction, metavar="X", help=memory)

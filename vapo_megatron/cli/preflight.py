@@ -17,7 +17,9 @@ from vapo_megatron.errors import CheckpointError, ConfigError
 from vapo_megatron.models.hf_config import check_layout, read_model_shape, read_reward_shape
 from vapo_megatron.models.known import KNOWN_MODELS, known_shape
 from vapo_megatron.models.sampled import check_sampled
+from vapo_megatron.parallel import libraries
 from vapo_megatron.rollout.requests import max_model_len
+from vapo_megatron.rollout.vllm.extra_arguments import check_extra_arguments
 from vapo_megatron.run.wandb_run import check_wandb
 
 if TYPE_CHECKING:
@@ -64,6 +66,7 @@ def check_rank(config: VapoConfig, replay: Path | None) -> Inputs:
             f"--replay {replay} samples nothing and needs rollout.placement=colocated, found "
             "disaggregated; set rollout.placement=colocated rollout.num_processes=0 rollout.lag=0"
         )
+    libraries.check_driver()
     inputs = check_inputs(config, replay)
     if replay is None:
         _check_memory(config, inputs.shape)
@@ -103,6 +106,7 @@ def check_inputs(config: VapoConfig, replay: Path | None) -> Inputs:
     check_sizes(config, shape)
     if replay is None:
         check_sampled(str(config.model.hf_path), shape)
+        check_extra_arguments(config.rollout.vllm_args)
     # All paths are local, so do not ask the hub; read when transformers is loaded.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from vapo_megatron.rollout.inputs import Inputs, read_inputs

@@ -28,7 +28,8 @@ from vapo_megatron.cli.preflight import (
 )
 from vapo_megatron.cli.torchrun import execute, torchrun_command
 from vapo_megatron.config import VapoConfig, describe_fields, load_config, recipe_names
-from vapo_megatron.errors import INTERRUPTED, ConfigError, UserError, has_reported, report
+from vapo_megatron.config.vllm_args import advice
+from vapo_megatron.errors import INTERRUPTED, ConfigError, UserError, has_reported, report, tell
 from vapo_megatron.parallel import libraries
 from vapo_megatron.parallel.environment import check_processes
 from vapo_megatron.parallel.health import early_stop
@@ -125,7 +126,14 @@ def _dry_run(config: VapoConfig, replay: Path | None) -> None:
         from vapo_megatron.planning.describe import dry_run_comment
 
         judges = "".join(f"# {line}\n" for line in counts)
+        tell_advice(config)
         print(config.to_yaml() + dry_run_comment(config) + judges, end="")
+
+
+def tell_advice(config: VapoConfig) -> None:
+    """Print on standard error what is allowed, but likely not meant."""
+    for line in advice(config):
+        tell(f"warning: {line}")
 
 
 def _train(config: VapoConfig, replay: Path | None) -> int:
@@ -138,6 +146,7 @@ def _train(config: VapoConfig, replay: Path | None) -> int:
 
         libraries.report()
         tell_warnings(inputs)
+        tell_advice(config)
     try:
         # Heavy imports come after the checks, so that a mistake is reported at once.
         if config.rollout.is_apart and int(os.environ["RANK"]) >= config.parallel.world_size:

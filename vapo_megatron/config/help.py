@@ -48,7 +48,7 @@ _KIND_NAMES |= {type(None): "null", list[int]: "list of integers", list[float]: 
 _KIND_NAMES |= {dict[str, dict[str, Any]]: "NAME.OPTION=VALUE"}
 _NAMED = (FileConfig, SourceConfig, ScaleConfig)
 _KIND_NAMES |= {dict[str, section]: "NAME.FIELD=VALUE" for section in _NAMED}  # type: ignore
-_KIND_NAMES |= {list[str]: "list of texts"}
+_KIND_NAMES |= {list[str]: "list of texts", dict[str, Any]: "NAME=VALUE"}
 _KIND_NAMES |= {list[list[float]]: "[[number, number], ...]"}
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 

@@ -175,6 +175,14 @@ METRICS: dict[str, Metric] = {
     "critic/explained_variance": Metric(
         "", "1 - var(return - value) / var(return) before the update; 1: perfect critic."
     ),
+    "critic/value_error_mean": Metric(
+        "",
+        "Mean of value - return over trained tokens, before the update; explained variance does "
+        "not see it.",
+    ),
+    "critic/return_std": Metric(
+        "", "Standard deviation of the returns over trained tokens, before the update."
+    ),
     "critic/value_mean": Metric("", "Mean value over response tokens, before the update."),
     "critic/return_mean": Metric("", "Mean return over response tokens."),
     "critic/value_clip_fraction": Metric("", "Fraction of tokens with no gradient: value clip."),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from vapo_megatron.config.section import Section
 from vapo_megatron.config.section import field as _field
@@ -66,6 +66,11 @@ class RolloutConfig(Section):
         "KV cache size per rank; null: from gpu_memory_utilization, or 256 MiB on a CPU.",
         ge=1,
     )
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = _field(
+        "auto",
+        "Data type of vLLM's keys and values; auto: that of its weights. FP8 (fp8 is fp8_e4m3) "
+        "halves the cache and rounds more: use it with algorithm.sampler_correction.",
+    )
     gpu_memory_utilization: float = _field(
         0.5, "Fraction of GPU memory for vLLM when kv_cache_bytes is null.", gt=0, le=1
     )
@@ -78,6 +83,11 @@ class RolloutConfig(Section):
     )
     enforce_eager: bool | None = _field(
         None, "Disable CUDA graphs; null: true on a CPU, false on a GPU."
+    )
+    vllm_args: dict[str, Any] = _field(
+        {},
+        "Further arguments of vLLM's engine by their names there, such as {max_num_batched_tokens: "
+        "16384}; those that this trainer sets are refused.",
     )
     sync_bucket_bytes: int = _field(
         512 << 20,

@@ -14,6 +14,7 @@ from vapo_megatron.config.rollout_rules import (
     shared_queue_rule,
 )
 from vapo_megatron.config.schema import VapoConfig
+from vapo_megatron.config.vllm_args import kv_cache_rule, vllm_args_rule
 from vapo_megatron.errors import ConfigError
 
 
@@ -84,6 +85,17 @@ def _pipeline_rule(c: VapoConfig) -> str | None:
     return None
 
 
+def _recompute_rule(c: VapoConfig) -> str | None:
+    p = c.parallel
+    if p.recompute != "full" and (p.recompute_method, p.recompute_num_layers) != ("uniform", 1):
+        return (
+            f"parallel.recompute_method={p.recompute_method} and recompute_num_layers="
+            f"{p.recompute_num_layers} need parallel.recompute=full, found {p.recompute}; set it, "
+            "or recompute_method=uniform and recompute_num_layers=1"
+        )
+    return None
+
+
 def _batch_rule(c: VapoConfig) -> str | None:
     a = c.algorithm
     for part in ("group_size", "mini_batch_size"):
@@ -122,6 +134,12 @@ def _estimator_rule(c: VapoConfig) -> str | None:
             f"algorithm.value_pretraining_steps={a.value_pretraining_steps} must be 0 with "
             f"algorithm.advantage_estimator={a.advantage_estimator}, which trains no critic; set "
             "algorithm.value_pretraining_steps=0, or advantage_estimator=gae"
+        )
+    if c.model.value_head_bias != "none":
+        return (
+            f"model.value_head_bias={c.model.value_head_bias} needs a critic, which "
+            f"algorithm.advantage_estimator={a.advantage_estimator} does not train; set "
+            "value_head_bias=none, or advantage_estimator=gae"
         )
     if a.positive_lm_weight == "advantage":
         return (
@@ -333,5 +351,6 @@ _RULES = (
     _lambda_rule,
     _estimator_rule, _stage_rule, _sampling_rule, _reward_rule, _verifier_rule, _reward_model_rule,
     _value_range_rule, _timeouts_rule, _precision_rule, _dynamic_sampling_rule,
-    _sources_rule, _policy_loss_rule, behaviour_rule, _critic_prompt_rule,
+    _sources_rule, _policy_loss_rule, behaviour_rule, _critic_prompt_rule, _recompute_rule,
+    vllm_args_rule, kv_cache_rule,
 )  # fmt: skip

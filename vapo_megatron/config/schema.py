@@ -51,6 +51,11 @@ class ModelConfig(Section):
     value_head_init_std: float = _field(
         0.0, "Standard deviation of a new value head's weights; 0: V is 0 at first.", ge=0
     )
+    value_head_bias: Literal["none", "mean_return"] = _field(
+        "none",
+        "Constant that is added to all values; mean_return: what brings their mean to the mean "
+        "return of the first step's responses, before the first update.",
+    )
     dtype: Literal["bfloat16", "float32"] = _field(
         "bfloat16", "Data type of parameters and activations."
     )
@@ -110,6 +115,17 @@ class ParallelConfig(Section):
     )
     recompute: Literal["none", "selective", "full"] = _field(
         "none", "Activation recomputation in the backward pass."
+    )
+    recompute_method: Literal["uniform", "block"] = _field(
+        "uniform",
+        "With recompute=full; uniform: all layers, in units of recompute_num_layers whose inputs "
+        "are kept; block: only the first recompute_num_layers of each model chunk.",
+    )
+    recompute_num_layers: int = _field(
+        1,
+        "Layers of a unit (uniform; it must divide a chunk's), or of each chunk that are "
+        "recomputed (block).",
+        ge=1,
     )
     max_tokens_per_microbatch: int = _field(
         32768, "Token budget (prompt + response) of one packed microbatch.", ge=1

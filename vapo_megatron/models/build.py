@@ -104,22 +104,23 @@ def transformer_config(
         deallocate_pipeline_outputs=on_gpu,
         # Losses are already divided by global counts: megatron-core must not average.
         calculate_per_token_loss=True,
-        **_RECOMPUTE[parallel.recompute],
+        **_recompute(parallel),
         **_fusions(on_gpu, transformer_engine),
         **_fp8(model.fp8),
     )
 
 
-_RECOMPUTE: dict[str, dict[str, Any]] = {
-    "none": {},
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    "full": {
+def _recompute(parallel: ParallelConfig) -> dict[str, Any]:
+    """megatron-core's fields for parallel.recompute."""
+    if parallel.recompute == "none":
+        return {}
+    if parallel.recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return {
         "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    },
-}
-"""megatron-core's fields by parallel.recompute."""
+        "recompute_method": parallel.recompute_method,
+        "recompute_num_layers": parallel.recompute_num_layers,
+    }
 
 
 def _fusions(on_gpu: bool, transformer_engine: bool) -> dict[str, Any]:

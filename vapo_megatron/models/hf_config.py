@@ -307,3 +307,12 @@ def check_layout(shape: ModelShape, parallel: ParallelConfig) -> None:
             f"virtual_pipeline_model_parallel_size={chunks // stages} must divide the model's "
             f"num_hidden_layers={shape.num_layers}; change one of them"
         )
+    units, method = parallel.recompute_num_layers, parallel.recompute_method
+    of_chunk = shape.num_layers // chunks
+    if of_chunk % units if method == "uniform" else of_chunk < units:
+        rule = "divide" if method == "uniform" else "not exceed"
+        raise ConfigError(
+            f"parallel.recompute_num_layers={units} must {rule} the {of_chunk} layers of a model "
+            f"chunk (num_hidden_layers={shape.num_layers} over {chunks} chunks) with "
+            f"recompute_method={method}; change it"
+        )

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from vapo_megatron.errors import ConfigError
-from vapo_megatron.parallel import sides, store
+from vapo_megatron.parallel import numa, sides, store
 from vapo_megatron.parallel.environment import CONNECTIONS
 
 
@@ -37,6 +37,7 @@ def initialize_distributed(timeout_seconds: float, num_samplers: int = 0) -> sid
     """
     if torch.cuda.is_available():
         torch.cuda.set_device(device())
+        numa.bind_to_gpu(device().index)
     joined, rank, world_size = store.join(timeout_seconds)
     timeout = datetime.timedelta(seconds=timeout_seconds)
     if num_samplers:

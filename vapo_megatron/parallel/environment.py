@@ -1,12 +1,14 @@
-"""Environment variables of a process: torchrun's, and those that CUDA and NCCL read at their start.
+"""Environment variables of a process: torchrun's, and those that libraries read at their start.
 
 `vapo_megatron.parallel` sets the latter when it is imported, unless the user has set them: in the
-launcher and in every worker, however it was started.
+launcher and in every worker, however it was started, before torch and vLLM are imported.
 """
 
 from __future__ import annotations
 
 import os
+import stat
+import tempfile
 from pathlib import Path
 
 from vapo_megatron.errors import ConfigError
@@ -24,12 +26,61 @@ DEFAULTS = {
     NVLS: "0",
 }
 
+WITHOUT_MULTICAST = {
+    # vLLM binds multicast memory of its own for a replica's all-reduces, whatever NCCL does:
+    # through FlashInfer, and through torch's symmetric memory. Where the switches refuse it, vLLM
+    # fails to start, or decodes ten times slower (vllm issues 48071, 47284, 51986, 48075). Its
+    # custom all-reduce over NVLink remains; rollout/vllm/arguments.py also turns off the compiled
+    # fusion that calls FlashInfer's (issue 50505: all three are needed).
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+}
+"""Defaults while NCCL_NVLS_ENABLE is 0: that variable is the one switch for multicast memory."""
+
+CACHES = {
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+    "VLLM_CACHE_ROOT": "vllm",
+}
+"""Where kernels are compiled into, below `cache_directory`. The libraries' own default is the home
+directory, which nodes share: hundreds of processes would write the same files over the network, and
+read each other's half-written ones (triton issue 11512)."""
+
 
 def set_defaults() -> None:
-    """Set each variable of DEFAULTS that is not set yet."""
+    """Set each variable of DEFAULTS, WITHOUT_MULTICAST and CACHES that is not set yet."""
     for name, default in DEFAULTS.items():
         if value(name) is None:
             os.environ[name] = default
+    if not has_multicast():
+        for name, default in WITHOUT_MULTICAST.items():
+            os.environ.setdefault(name, default)
+    directory = cache_directory()
+    if directory is not None:
+        for name, folder in CACHES.items():
+            os.environ.setdefault(name, str(directory / folder))
+
+
+def has_multicast() -> bool:
+    """Whether NCCL and vLLM may use NVLink's multicast memory: not while NCCL_NVLS_ENABLE is 0."""
+    return value(NVLS) not in (None, "0")
+
+
+def cache_directory() -> Path | None:
+    """Make this user's folder on the node's own disk (TMPDIR), or return None.
+
+    Code is loaded from it, so one that somebody else could write to is not used: the libraries then
+    have their own defaults.
+    """
+    path = Path(tempfile.gettempdir(), f"vapo_megatron-{os.getuid()}")
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        found = path.lstat()
+    except OSError:
+        return None
+    is_own = found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return path if is_own and stat.S_ISDIR(found.st_mode) else None
 
 
 def check_processes(world_size: int, num_samplers: int = 0) -> None:

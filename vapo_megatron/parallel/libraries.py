@@ -1,10 +1,12 @@
-"""The libraries that training stands on: versions found, known bad pairs, damaged installations."""
+"""The libraries that training stands on: versions, known bad pairs, what is damaged or too old."""
 
 from __future__ import annotations
 
 import importlib
 import os
 import re
+import shutil
+import subprocess
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -66,6 +68,11 @@ PACKAGES = {
     "megatron-core": ("megatron-core",),
 }
 """Names of the packages that bring a library."""
+
+DRIVERS = {"12": "driver 525 or newer", "13": "driver 580 or newer"}
+"""By CUDA's major version: NVIDIA's "CUDA Compatibility", minor version compatibility."""
+
+_DEVICES = Path("/dev")
 
 OPTIONAL = {
     "transformer_engine.pytorch": "transformer-engine transformer-engine-torch",
@@ -143,6 +150,49 @@ def check_imports() -> None:
                 "imports it whatever model.layer_spec says; reinstall it for this torch, or "
                 f"pip uninstall {packages}"
             ) from error
+
+
+def check_driver() -> None:
+    """Refuse a GPU that torch cannot use; without it, a run would go to the CPU in silence.
+
+    torch's CUDA build finds no CUDA where the driver is older than its toolkit needs. vLLM, which
+    asks the driver itself, would still take the GPU, and fail deep inside.
+
+    Raises:
+        ConfigError: says what torch says, and which driver its CUDA needs.
+    """
+    import torch
+
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+    if hidden or torch.version.cuda is None or torch.cuda.is_available():
+        return
+    gpus = _gpus()
+    if not gpus:
+        return
+    try:
+        torch.cuda.init()
+        reason = "no device"
+    except Exception as error:
+        reason = " ".join(str(error).split())
+    needed = DRIVERS.get(torch.version.cuda.partition(".")[0], "a newer driver")
+    raise ConfigError(
+        f"this machine has a GPU ({gpus}), but torch {torch.__version__} cannot use it "
+        f"({reason[:200]}); CUDA {torch.version.cuda} needs {needed}: update the driver, "
+        "install a torch for the driver's CUDA, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
+    )
+
+
+def _gpus() -> str:
+    """Return the GPUs and driver that nvidia-smi or the kernel's device files show; else empty."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    if shutil.which(command[0]):
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+            return done.stdout.partition("\n")[0].strip()
+        except (OSError, subprocess.SubprocessError):
+            pass
+    files = sorted(_DEVICES.glob("nvidia[0-9]*"))
+    return str(files[0]) if files else ""
 
 
 def _is_in(version: str | None, wanted: str) -> bool:

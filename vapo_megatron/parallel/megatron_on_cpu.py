@@ -79,6 +79,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         if fullname != PACKAGE and not fullname.startswith(PACKAGE + "."):
             return None
         if fullname == PACKAGE:
+            libraries.check_driver()
             libraries.check_imports()
             megatron_versions.quieten_notices()
         if has_gpu():

@@ -178,8 +178,15 @@ def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 class HostBuffer:
     """Host memory of an exact size, pinned if there is a GPU; pages are allocated at first use."""
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(
+        self, num_bytes: int, setting: str = "parallel.offload", off: str = "false"
+    ) -> None:
         """Allocate and pin.
+
+        Args:
+            num_bytes: size.
+            setting: the field that needs it.
+            off: its value with which nothing is pinned.
 
         Raises:
             ConfigError: CUDA cannot pin so much.
@@ -195,9 +202,9 @@ class HostBuffer:
             error = cuda.cudaHostRegister(self.tensor.data_ptr(), size, 0)
             if int(error) != 0:
                 raise ConfigError(
-                    f"parallel.offload=true: CUDA cannot pin {size / GB:.3g} GB of host memory "
+                    f"{setting}: CUDA cannot pin {size / GB:.3g} GB of host memory "
                     f"({cuda.cudaGetErrorString(error)}); raise the limit of locked memory "
-                    "(ulimit -l), use more nodes, or set parallel.offload=false"
+                    f"(ulimit -l), use more nodes, or set {setting}={off}"
                 )
             self._pinned = True
 

@@ -31,7 +31,10 @@ What one layer saves, by parallel.recompute:
     none       all of the above
     selective  attention's part becomes p + 2 q, or p + q where a rank has one key-value head, whose
                query is a view of p; with qk_norm p + 2 q + k and the norm's
-    full       only the layer's input, h; all of the above for one layer at a time
+    full       only the input, h, of each unit of parallel.recompute_num_layers layers; all of the
+               above for one unit at a time. With recompute_method=block the input of so many
+               layers of each chunk, which come first, and all of the above of its others: when
+               the first of them is computed again, the others' are free
 
 The CPU columns are there to be measured: tests compare them with real allocations, which verifies
 what the columns have in common and everything outside the layers. The CPU's attention does not
@@ -134,8 +137,7 @@ class Passes:
             size * ((2 * w.hidden - w.ffn) * tokens + 2 * w.ffn * w.hidden),
         )
         extra += 2 * residual
-        if self.config.parallel.recompute == "full":
-            extra += self.layer("none") - self.layer("full")
+        extra += self._recomputed()
         if self.pp_rank == 0:
             extra = max(extra, layout.vocabulary_rows * w.hidden * size)
         logits = self._logits(training=True)
@@ -151,7 +153,7 @@ class Passes:
         layout = self._layout
         size, h = layout.element_bytes, layout.residual_width
         in_flight = chunks_in_flight(self.config, pp_rank=self.pp_rank)
-        held = in_flight * layout.layers_per_chunk * self.layer(self.config.parallel.recompute)
+        held = in_flight * self.chunk()
         if self.on_cpu:
             held += (in_flight - self._is_last) * self.tokens * h * size
         if self._is_last:
@@ -159,6 +161,26 @@ class Passes:
             hidden = self.shape.hidden_size * size if self.role == "actor" else 4 * h
             held += self.tokens * (norm + hidden)
         return held
+
+    def chunk(self) -> int:
+        """Return what one chunk's layers save for its backward pass."""
+        p, num_layers = self.config.parallel, self._layout.layers_per_chunk
+        units = p.recompute_num_layers
+        if p.recompute != "full":
+            return num_layers * self.layer(p.recompute)
+        if p.recompute_method == "uniform":
+            return num_layers // units * self.layer("full")
+        return units * self.layer("full") + (num_layers - units) * self.layer("none")
+
+    def _recomputed(self) -> int:
+        """Bytes of the layers that are computed again at one time, above what `chunk` counts."""
+        p, whole = self.config.parallel, self.layer("none")
+        if p.recompute != "full":
+            return 0
+        if p.recompute_method == "uniform":
+            return p.recompute_num_layers * whole - self.layer("full")
+        free = (self._layout.layers_per_chunk - p.recompute_num_layers) * whole
+        return max(0, whole - self.layer("full") - free)
 
     def layer(self, recompute: str) -> int:
         """Return what one layer saves for its backward pass with this parallel.recompute."""

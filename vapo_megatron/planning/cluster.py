@@ -7,7 +7,9 @@ job. One set serves all jobs and GPUs; what that costs is plan.PUBLISHED_OVER_PR
                  NVLink 900 GB/s (both directions), PCIe 5 x16 64 GB/s per direction; A100 SXM 312,
                  2.039, 600, and PCIe 4 with 32; GB200 NVL72 per GPU 2500 (half of the sparse
                  5000), 8, 1800, and to the CPU NVLink-C2C with 900 GB/s for two GPUs; H20 148, 4,
-                 900, as its sellers state
+                 900, as its sellers state; B200 (DGX B200 user guide: 1,440 GB, NVLink 14.4 TB/s
+                 and 8 ConnectX-7 for 8 GPUs) 2250, 8, 1800, PCIe 5; B300 (DGX B300: 2.3 TB, 8
+                 ConnectX-8 of 800 Gb/s) 2250, 8, 1800, and PCIe 5, which its Xeon 6776P have
     network      one 400 Gb/s adapter per GPU (NVIDIA DGX H100), 50 GB/s per direction; 200 Gb/s in
                  a DGX A100
     matmul       .80: 792.1 of 989 TFLOP/s, the best shape on H100 (S. Bekman, Machine Learning
@@ -56,6 +58,8 @@ GPUS = {
     "H200": _gpu("H200", 141, 4800, 900, 50, 64),
     "H20": _gpu("H20", 96, 4000, 900, 50, 64),
     "GB200": _gpu("GB200", 186, 8000, 1800, 50, 225),
+    "B200": _gpu("B200", 180, 8000, 1800, 50, 64),
+    "B300": _gpu("B300", 288, 8000, 1800, 100, 64),
 }
 """Fields of Cluster that a GPU's data sheet states."""
 

@@ -83,6 +83,14 @@ _PASTED = {
 _PASTED_APART = ("placement", "num_processes", "lag", "max_logprob_difference")
 
 
+def recompute_name(config: VapoConfig) -> str:
+    """Return parallel.recompute; of which layers, if not of each by itself: full, block 4."""
+    p = config.parallel
+    if p.recompute != "full" or (p.recompute_method, p.recompute_num_layers) == ("uniform", 1):
+        return p.recompute
+    return f"full, {p.recompute_method} {p.recompute_num_layers}"
+
+
 def describe_job(name: str, shape: ModelShape, c: Cluster, w: Workload) -> str:
     """Return what is planned: model, cluster, workload."""
     roles = " and ".join(w.trained_roles)
@@ -147,7 +155,7 @@ def describe_misfit(shape: ModelShape, ranking: Ranking, c: Cluster) -> tuple[st
     name, closest = ranking.closest
     phases = peak_memory(shape, closest.config, c.gpu_bytes)
     offload = "yes" if memory.offloads(closest.config) else "no"
-    title = f"closest: {name}, recompute {closest.config.parallel.recompute}, offload {offload}"
+    title = f"closest: {name}, recompute {recompute_name(closest.config)}, offload {offload}"
     return "\n".join([title, "", *_memory_table(phases, c.gpu_bytes)]), (
         f"nothing fits into {where}; the closest, {name}: {closest.reason}; use more or larger "
         "GPUs, shorter sequences, or fix fewer options"
@@ -175,7 +183,7 @@ def _row(plan: Plan, phases: Sequence[str]) -> list[str]:
         str(p.data_parallel_size),
         str(r.tensor_model_parallel_size),
         "-" if r.kv_cache_bytes else f"{r.gpu_memory_utilization:.2f}",
-        p.recompute,
+        recompute_name(plan.config),
         str(p.max_tokens_per_microbatch),
         "yes" if p.offload else "no",
         f"{plan.step_seconds:.0f}",
@@ -227,7 +235,8 @@ def describe_plan(shape: ModelShape, plan: Plan, sync: float | None = None) -> s
     least, most = plan.step_seconds_range
     lines = [
         f"{layout_name(plan.config)} x DP {p.data_parallel_size} "
-        f"(VPP {p.virtual_pipeline_model_parallel_size or 1}), recompute {p.recompute}, "
+        f"(VPP {p.virtual_pipeline_model_parallel_size or 1}), recompute "
+        f"{recompute_name(plan.config)}, "
         f"vLLM TP {r.tensor_model_parallel_size}: {plan.step_seconds:.0f} s a step "
         f"({least:.0f} to {most:.0f})",
         f"  {plan.response_tokens_per_second:.0f} response tokens/s/GPU; "
@@ -307,6 +316,10 @@ def to_paste(config: VapoConfig) -> str:
     pasted = dict(_PASTED)
     if config.rollout.is_apart:
         pasted["rollout"] = (*_PASTED_APART, *_PASTED["rollout"])
+    if recompute_name(config) != config.parallel.recompute:
+        pasted["parallel"] += ("recompute_method", "recompute_num_layers")
+    if config.rollout.kv_cache_dtype != "auto":
+        pasted["rollout"] += ("kv_cache_dtype",)
     return yaml.safe_dump(
         {part: {name: tree[part][name] for name in names} for part, names in pasted.items()},
         sort_keys=False,

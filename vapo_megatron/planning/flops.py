@@ -36,9 +36,14 @@ BF16_PEAK_FLOPS = {
     "H200 NVL": 835e12,
     "H20": 148e12,
     "GB200": 2500e12,
+    "B200": 2250e12,
+    "B300": 2250e12,
+    "GB300": 2500e12,
 }
-"""Dense bfloat16 FLOP/s without sparsity, from NVIDIA's data sheets; SXM unless named. H20 as its
-sellers state it: NVIDIA has no public data sheet."""
+"""Dense bfloat16 FLOP/s without sparsity, from NVIDIA's data sheets; SXM unless named. Blackwell's
+sheets state sparse figures for a system: half of 36 PFLOP/s over the 8 GPUs of an HGX B200 or B300,
+half of 360 over the 72 of a GB200 or GB300 NVL72. H20 as its sellers state it: NVIDIA has no public
+data sheet."""
 
 
 def forward_flops(

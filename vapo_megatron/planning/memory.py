@@ -40,12 +40,14 @@ from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.planning.activations import Passes, microbatch_tokens
 from vapo_megatron.planning.model_bytes import (
     DTYPE_BYTES,
+    KV_CACHE_BYTES,
     Layout,
     StateBytes,
     fp8_weight_bytes,
     num_parameters,
     optimizer_bytes,
     optimizer_checkpoint_bytes,
+    placeholder_bytes,
     role_shape,
     sampler_weight_bytes,
     state_bytes,
@@ -115,7 +117,7 @@ class PhaseMemory:
     kv_cache: int = 0
     sync_buckets: int = 0
     reserve: int = 0
-    """CUDA context, NCCL, CUDA graphs, fragmentation."""
+    """CUDA context, NCCL, CUDA graphs, fragmentation, Transformer Engine's placeholders."""
 
     @property
     def total(self) -> int:
@@ -173,7 +175,10 @@ def phase_memory(
     found = {n: dataclasses.replace(p, parameters=p.parameters + copies) for n, p in found.items()}
     if config.rollout.is_apart:
         found[GENERATION] = dataclasses.replace(sampling, sync_buckets=buckets)
-    return {name: _with_reserve(found[name], name, config) for name in PHASES if name in found}
+    kept = placeholder_bytes(shape, config)
+    return {
+        name: _with_reserve(found[name], name, config, kept) for name in PHASES if name in found
+    }
 
 
 def _update(passes: Passes, state: StateBytes) -> PhaseMemory:
@@ -213,12 +218,24 @@ def _generation(shape: ModelShape, config: VapoConfig, gpu_bytes: int) -> PhaseM
     )
 
 
+def _offloads_graphs(config: VapoConfig) -> bool:
+    """Whether vLLM's CUDA graphs leave the GPU while it sleeps."""
+    return bool(config.rollout.vllm_args.get("sleep_mode_offload_cudagraph"))
+
+
 def _graph_bytes(config: VapoConfig) -> int:
     return 0 if config.rollout.enforce_eager else CUDA_GRAPH_BYTES
 
 
-def _with_reserve(phase: PhaseMemory, name: str, config: VapoConfig) -> PhaseMemory:
-    """Add what every phase has on the GPU besides tensors, and the allocator's fragmentation."""
+def _with_reserve(phase: PhaseMemory, name: str, config: VapoConfig, kept: int) -> PhaseMemory:
+    """Add what every phase has on the GPU besides models, and the allocator's fragmentation.
+
+    Args:
+        phase: without reserve.
+        name: of the phase.
+        config: decides the communicators and CUDA graphs.
+        kept: bytes of tensors that a trainer never frees.
+    """
     trains = name != GENERATION or not config.rollout.is_apart
     samples = name == GENERATION or not config.rollout.is_apart
     groups = int(config.num_processes > 1)  # all processes, for weight syncs
@@ -227,7 +244,9 @@ def _with_reserve(phase: PhaseMemory, name: str, config: VapoConfig) -> PhaseMem
     if samples:
         groups += 2 * (config.rollout.tensor_model_parallel_size > 1)  # torch's and vLLM's own
     peers = min(NODE_PEERS, config.num_processes - 1)
-    reserve = CUDA_CONTEXT_BYTES + (_graph_bytes(config) if samples else 0)
+    away = name != GENERATION and offloads(config) and _offloads_graphs(config)
+    reserve = CUDA_CONTEXT_BYTES + (_graph_bytes(config) if samples and not away else 0)
+    reserve += kept if trains else 0
     reserve += groups * NCCL_COMMUNICATOR_BYTES + peers * NCCL_PEER_BYTES
     if name != GENERATION:  # vLLM's profiling run has measured its own fragmentation
         reserve += int(FRAGMENTATION * (phase.activations + phase.logits))
@@ -246,10 +265,11 @@ def _trainer_groups(config: VapoConfig) -> int:
 def kv_cache_bytes_per_token(shape: ModelShape, config: VapoConfig) -> int:
     """Bytes of one token's keys and values on one GPU of a vLLM replica.
 
-    2 * layers * max(key-value heads / tp, 1) * head_dim * bytes of vLLM's dtype
+    2 * layers * max(key-value heads / tp, 1) * head_dim * bytes of rollout.kv_cache_dtype
     """
-    w = widths(shape, config.rollout.tensor_model_parallel_size)
-    size = DTYPE_BYTES[config.rollout.dtype or config.model.dtype]
+    w, rollout = widths(shape, config.rollout.tensor_model_parallel_size), config.rollout
+    size = KV_CACHE_BYTES.get(rollout.kv_cache_dtype)
+    size = size or DTYPE_BYTES[rollout.dtype or config.model.dtype]
     return 2 * shape.num_layers * w.key * size
 
 

@@ -170,5 +170,7 @@ def _remedy(config: VapoConfig, reason: str) -> str:
         f"pipeline_model_parallel_size={p.pipeline_model_parallel_size}"
     ]
     steps += [] if p.recompute == "full" else [f"set recompute=full for {p.recompute}"]
+    if p.recompute_method == "block":
+        steps.append(f"raise recompute_num_layers={p.recompute_num_layers}")
     steps += [] if memory.offloads(config) else ["set offload=true"]
     return ", ".join([*steps, f"lower max_tokens_per_microbatch={p.max_tokens_per_microbatch}"])

@@ -35,6 +35,9 @@ from vapo_megatron.weights.table import Row, rows
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 
+KV_CACHE_BYTES = {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+"""By rollout.kv_cache_dtype; auto: DTYPE_BYTES of vLLM's weights. Scales are one number a layer."""
+
 ADAM_BYTES = 8
 """Two moments in float32."""
 
@@ -270,6 +273,22 @@ def fp8_weight_bytes(shape: ModelShape, config: VapoConfig) -> int:
     tp_size = config.parallel.tensor_model_parallel_size
     elements = sum(shard_elements(row, shape, tp_size, 0) * row.count(shape) for row in matrices)
     return 2 * elements // config.parallel.pipeline_model_parallel_size
+
+
+def placeholder_bytes(shape: ModelShape, config: VapoConfig) -> int:
+    """Bytes of the empty weight gradients that Transformer Engine keeps on one GPU.
+
+    Its modules add a weight's gradient to the float32 buffer themselves and give autograd an
+    uninitialised tensor of the weight's shape and type instead: one for each distinct shape, never
+    freed (get_dummy_wgrad of module/base.py, 2.11). Actor and critic have the same shapes.
+    """
+    if config.model.layer_spec == "local" or config.model.dtype != "bfloat16":
+        return 0
+    if not config.algorithm.trained_roles:
+        return 0
+    h, w = shape.hidden_size, widths(shape, config.parallel.tensor_model_parallel_size)
+    shapes = {(w.projected, h), (h, w.query), (2 * w.ffn, h), (h, w.ffn)}
+    return sum(rows * columns for rows, columns in shapes) * DTYPE_BYTES["bfloat16"]
 
 
 def _round_up(value: int, multiple: int) -> int:

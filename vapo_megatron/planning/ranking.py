@@ -42,6 +42,8 @@ class Fixed(NamedTuple):
     pp: int | None = None
     vpp: int | None = None
     recompute: str | None = None
+    recompute_layers: int | None = None
+    """Of each chunk; with recompute=full."""
     max_tokens: int | None = None
     offload: bool | None = None
     vllm_tp: int | None = None
@@ -110,7 +112,7 @@ def rank(
                     best = found
             fitting += [best] if best else []
         plans += fitting
-        if not fitting:
+        if not_fitting and not fitting:
             misfits[layout_name(layout)] = min(not_fitting, key=lambda one: one.needed)
     return Ranking(sorted(plans, key=lambda plan: plan.step_seconds), undivided, misfits)
 
@@ -198,14 +200,19 @@ def variants(shape: ModelShape, layout: VapoConfig, fixed: Fixed) -> Iterator[Va
     offload = layout.parallel.offload if fixed.offload is None else fixed.offload
     for vpp_size, recompute, max_tokens, offloads in itertools.product(
         [fixed.vpp] if fixed.vpp else chunks,
-        [fixed.recompute] if fixed.recompute else RECOMPUTE,
+        [fixed.recompute or "full"] if fixed.recompute or fixed.recompute_layers else RECOMPUTE,
         [fixed.max_tokens] if fixed.max_tokens else (longest, longest // 2, 2 * longest),
         (False, True) if offload is None else (offload,),
     ):
+        block = fixed.recompute_layers if recompute == "full" else None
+        if (block or 0) > min(per_stage) // vpp_size:
+            continue
         config = with_parallel(
             layout,
             virtual_pipeline_model_parallel_size=vpp_size if vpp_size > 1 else None,
             recompute=recompute,
+            recompute_method="block" if block else "uniform",
+            recompute_num_layers=block or 1,
             max_tokens_per_microbatch=max_tokens,
             offload=offloads,
         )

@@ -117,6 +117,16 @@ class _Trainer(Layout):
         num_layers, part = shape.num_layers // self.pp_size, 1 / self.cp_size
         return Rates(*(num_layers * x for x in (part * token, part * pair, 0.0, calls)))
 
+    @property
+    def recomputed_share(self) -> float:
+        """Of the layers, those that the backward pass computes again as a whole."""
+        parallel = self.config.parallel
+        if parallel.recompute != "full":
+            return 0.0
+        if parallel.recompute_method == "uniform":
+            return 1.0
+        return parallel.recompute_num_layers / self.layers_per_chunk
+
     def context(self, times: float) -> Rates:
         """All layers of a stage: keys and values of the other context-parallel ranks, so often."""
         num_bytes = 2 * self.widths.key * self.element_bytes
@@ -173,8 +183,8 @@ def update(
 ) -> Phase:
     """Predict a step's updates of one role."""
     trainer, parallel = _Trainer(shape, config, cluster), config.parallel
-    layers_again = 1.0 if parallel.recompute == "full" else 0.0
-    attention_again = 0.0 if parallel.recompute == "none" else 1.0
+    layers_again = trainer.recomputed_share
+    attention_again = 1.0 if parallel.recompute == "selective" else layers_again
     forward = trainer.layers(
         matmul=1 + layers_again,
         attention=1 + attention_again,

@@ -12,20 +12,27 @@ import dataclasses
 import io
 import json
 import pickle
+import re
+import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vapo_megatron.data.problems import Problem
-from vapo_megatron.sandbox.inside import CANDIDATE
+from vapo_megatron.reward.code_names import Names, called, defined_names, names_of
+from vapo_megatron.reward.fenced import last_block
+from vapo_megatron.sandbox.inside import CANDIDATE, PROGRAMS_MODULE
 
 COLUMNS = (
-    "input_output", "public_test_cases", "private_test_cases", "test_cases", "tests", "test_list",
-    "test",
+    "input_output", "public_test_cases", "private_test_cases", "test_cases", "public_tests",
+    "private_tests", "generated_tests", "tests", "test_list", "test",
 )  # fmt: skip
 """All of them are read that a row has; the ground truth where it has none."""
 FUNCTION_COLUMNS = ("fn_name", "func_name", "entry_point")
 SETUP_COLUMNS = ("test_setup_code", "test_imports")
+CODE_COLUMNS = ("prompt", "starter_code")
+"""Where, beside the problem's prompt, a row may have code that its program and tests rely on."""
+LANGUAGES = ("python", "py", "pypy")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +59,10 @@ class AssertTest:
     """A text of Python whose assert statements hold."""
 
     text: str
+    functions: frozenset[str] = frozenset()
+    """The names that are the program's."""
+    open: frozenset[str] = frozenset()
+    """Names that the row's tests leave to nobody; see code_names.py."""
 
 
 Test = ScriptTest | CallTest | AssertTest
@@ -65,6 +76,9 @@ def read_tests(problem: Problem) -> list[Test]:
     """
     columns = problem.metadata
     given = {name: columns[name] for name in COLUMNS if columns.get(name)}
+    if "def check(" in str(given.get("test")):
+        # LeetCode's data set has its tests a second time, without their types.
+        given.pop("input_output", None)
     given = given or ({"ground truth": problem.answer} if problem.answer else {})
     if not given:
         raise ValueError(f"has no tests: no ground truth, and none of {', '.join(COLUMNS)}")
@@ -77,7 +91,63 @@ def read_tests(problem: Problem) -> list[Test]:
             raise ValueError(f"has tests in {name} that cannot be read: {reason}") from None
     if not tests:
         raise ValueError(f"has no tests in {', '.join(given)}")
-    return tests
+    if not any(isinstance(test, AssertTest) for test in tests):
+        return tests
+    names = _names(problem, tests)
+    if not names.tests_something and not names.open:
+        raise ValueError("has tests that call no function of the program")
+    return [
+        dataclasses.replace(test, functions=names.functions, open=names.open)
+        if isinstance(test, AssertTest)
+        else test
+        for test in tests
+    ]
+
+
+def check_names(tests: Sequence[Test]) -> str | None:
+    """Return why no program can pass the tests, or None."""
+    names = sorted({name for t in tests if isinstance(t, AssertTest) for name in t.open})
+    if not names:
+        return None
+    return (
+        f"has tests that leave {', '.join(names)} open: the program's are only functions that one "
+        f"of the columns {', '.join(FUNCTION_COLUMNS)} names or a test imports from "
+        f"{PROGRAMS_MODULE}; name or import them, or define others in {SETUP_COLUMNS[0]}"
+    )
+
+
+def given_code(problem: Problem) -> str:
+    """Return the row's own code, such as a function to complete or a class ListNode, or "".
+
+    It is a prompt that is Python as a whole, or the last block of Python in one.
+    """
+    for text in (problem.prompt, *(problem.metadata.get(name) for name in CODE_COLUMNS)):
+        for code in (text, last_block(text, LANGUAGES)) if isinstance(text, str) else ():
+            tree = parsed(code) if code else None
+            if tree and any(isinstance(node, _DEFINITIONS) for node in tree.body):
+                kept: list[ast.stmt]
+                kept = [node for node in tree.body if isinstance(node, (*_DEFINITIONS, ast.Assign))]
+                return ast.unparse(ast.Module(kept, []))
+    return ""
+
+
+_DEFINITIONS = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+
+
+def parsed(text: str) -> ast.Module | None:
+    """Return a text's syntax tree; None: it is no Python."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _names(problem: Problem, tests: Sequence[Test]) -> Names:
+    texts = [test.text for test in tests if isinstance(test, AssertTest)]
+    columns = [problem.metadata.get(name) for name in FUNCTION_COLUMNS]
+    named = re.findall(r"[^\W\d]\w*", " ".join(str(value) for value in columns if value))
+    return names_of(texts, named, defined_names(given_code(problem)) - set(named))
 
 
 def _tests(value: Any, columns: Mapping[str, Any]) -> list[Test]:
@@ -101,7 +171,8 @@ def _tests(value: Any, columns: Mapping[str, Any]) -> list[Test]:
 
 def _parallel_lists(value: Mapping[str, Any], columns: Mapping[str, Any]) -> list[Test]:
     """TACO's and APPS's {"inputs": [...], "outputs": [...], "fn_name": ...}."""
-    inputs, outputs = value["inputs"], value["outputs"]
+    plural = "" if "input" in value else "s"  # CodeContests has no s.
+    inputs, outputs = value[f"input{plural}"], value[f"output{plural}"]
     if len(inputs) != len(outputs):
         raise ValueError(f"{len(inputs)} inputs for {len(outputs)} outputs")
     function = value.get("fn_name")
@@ -129,11 +200,27 @@ def _whole_text(text: str, columns: Mapping[str, Any]) -> AssertTest:
     tree = _parsed(text)
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     calls = [f"{f.name}()" for f in functions if f.name.startswith("test_") and not f.args.args]
+    calls += [call for node in tree.body for call in _calls_of_class(node)]
     if any(function.name == "check" for function in functions):
         calls.append(f"check({CANDIDATE}({_function(columns)!r}))")
-    if not calls and not any(_asserts(node) for node in tree.body if node not in functions):
+    checks = {function.name for function in functions if _asserts(function)}
+    others = [node for node in tree.body if not isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    is_reached = any(_asserts(node) or checks & called(node) for node in others)
+    if not calls and not is_reached:
         raise ValueError("a text whose assert statements are never reached")
     return _assertion("\n".join([_setup(columns) + text, *calls]))
+
+
+def _calls_of_class(node: ast.stmt) -> list[str]:
+    """Return the calls of a class's tests: unittest's, or pytest's class Test..."""
+    if not isinstance(node, ast.ClassDef):
+        return []
+    if any("TestCase" in ast.unparse(base) for base in node.bases):
+        names = f"__import__('unittest').defaultTestLoader.getTestCaseNames({node.name})"
+        return [f"for _test in {names}: {node.name}(_test).debug()"]
+    methods = [each.name for each in node.body if isinstance(each, ast.FunctionDef)]
+    is_test = node.name.startswith("Test")
+    return [f"{node.name}().{m}()" for m in methods if is_test and m.startswith("test_")]
 
 
 def _assertion(text: str) -> AssertTest:
@@ -143,7 +230,12 @@ def _assertion(text: str) -> AssertTest:
 
 
 def _asserts(tree: ast.AST) -> bool:
-    return any(isinstance(node, ast.Assert) for node in ast.walk(tree))
+    """Return whether it has an assert statement, or a call such as self.assertEqual()."""
+    return any(
+        isinstance(node, ast.Assert)
+        or (isinstance(node, ast.Attribute) and node.attr.startswith("assert"))
+        for node in ast.walk(tree)
+    )
 
 
 def _parsed(text: str) -> ast.Module:

@@ -6,6 +6,7 @@ its own in which no text of the response runs; the comparison is made there.
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import time
@@ -14,14 +15,22 @@ from typing import Any
 
 from vapo_megatron.errors import tell
 from vapo_megatron.reward.code_outputs import same_text, same_value
-from vapo_megatron.reward.code_tests import CallTest, ScriptTest, Test, read_tests
+from vapo_megatron.reward.code_tests import (
+    LANGUAGES,
+    CallTest,
+    ScriptTest,
+    Test,
+    check_names,
+    given_code,
+    parsed,
+    read_tests,
+)
 from vapo_megatron.reward.fenced import last_block
 from vapo_megatron.reward.verifier import Problem, Verdict
 from vapo_megatron.sandbox.client import WALL_FACTOR, Budget, Outcome, Sandbox
 from vapo_megatron.sandbox.inside import PASSED
 from vapo_megatron.sandbox.plain_values import MAX_INTEGER_DIGITS, decode
 
-LANGUAGES = ("python", "py", "python3")
 MODULES = ("numpy", "numpy.fft", "numpy.linalg", "numpy.polynomial", "numpy.random")
 EXTRA_OUTPUT_BYTES = 1 << 20
 """That a program may print beyond what is expected."""
@@ -37,6 +46,11 @@ def longest_seconds(options: Mapping[str, Any]) -> float:
     """
     seconds = options.get("program_seconds")
     return WALL_FACTOR * (seconds if isinstance(seconds, int | float) else PROGRAM_SECONDS) + 60
+
+
+@functools.lru_cache(maxsize=8)  # Responses to one problem often follow each other.
+def _read(problem: Problem) -> tuple[list[Test], str]:
+    return read_tests(problem), given_code(problem)
 
 
 class CodeVerifier:
@@ -86,24 +100,25 @@ class CodeVerifier:
     def check(self, problem: Problem) -> str | None:
         """Return what is wrong with a problem's tests, or None."""
         try:
-            read_tests(problem)
+            return check_names(read_tests(problem))
         except ValueError as error:
             return str(error)
-        return None
 
     def score(self, responses: Sequence[str], problems: Sequence[Problem]) -> list[Verdict]:
         """Judge; see Verifier. The score is the fraction of all tests that were passed."""
         return [self._judge(r, p) for r, p in zip(responses, problems, strict=True)]
 
     def _judge(self, response: str, problem: Problem) -> Verdict:
-        program = last_block(response, LANGUAGES)
+        program = last_block(response, LANGUAGES, parsed)
         if program is None:
             return Verdict("unparsable", note="no closed block of Python")
-        tests = read_tests(problem)
+        tests, given = _read(problem)
         passed, note, seconds_left = 0, "", self._program_seconds
         for number, test in enumerate(tests, 1):
             began = time.monotonic()
-            outcome, failure = self._run(program, test, min(self._test_seconds, seconds_left))
+            outcome, failure = self._run(
+                program, test, given, min(self._test_seconds, seconds_left)
+            )
             seconds_left -= max(outcome.cpu_seconds, (time.monotonic() - began) / WALL_FACTOR)
             passed += not failure
             if failure and not note:
@@ -117,7 +132,7 @@ class CodeVerifier:
             "correct" if passed == len(tests) else "wrong", score=passed / len(tests), note=note
         )
 
-    def _run(self, program: str, test: Test, cpu_seconds: float) -> tuple[Outcome, str]:
+    def _run(self, program: str, test: Test, given: str, cpu_seconds: float) -> tuple[Outcome, str]:
         """Run one test -> how it went, and what was wrong, empty: nothing."""
         size = EXTRA_OUTPUT_BYTES
         if isinstance(test, ScriptTest):
@@ -129,9 +144,9 @@ class CodeVerifier:
             outcome = self._sandbox.run(program, test.text, budget)
             return outcome, outcome.failure or self._wrong_text(outcome, test)
         if isinstance(test, CallTest):
-            outcome = self._sandbox.call(program, test.function, test.arguments, budget)
+            outcome = self._sandbox.call(program, test.function, test.arguments, budget, given)
             return outcome, outcome.failure or self._wrong_value(outcome, test)
-        outcome = self._sandbox.test(program, test.text, budget)
+        outcome = self._sandbox.test(program, test.text, budget, test.functions, given)
         if not outcome.failure and outcome.output != PASSED:
             return outcome, "the test has ended early"
         return outcome, outcome.failure

@@ -18,7 +18,7 @@ _OF_BUILT_IN = {
     "math": (),
     "exact": ("kind", "schema"),
     "code": (*code_tests.COLUMNS, *code_tests.FUNCTION_COLUMNS, *code_tests.SETUP_COLUMNS,
-             "metadata"),
+             *code_tests.CODE_COLUMNS, "metadata"),
     "reasoning_gym": ("reasoning_gym",),
     REWARD_MODEL: (),
 }  # fmt: skip

@@ -1,8 +1,8 @@
 r"""Extracts the final answer from a response, in time linear in its length for any input.
 
-Only the last of `\boxed{X}`, `Answer: X` and `#### X` counts; boxes that only a comma, "and" or
-"or" separates are one list. A marker followed by nothing, and a box that is never closed, do not
-count as answers.
+Only the last of `\boxed{X}`, `Answer: X` and `#### X` counts, and in a response without them the
+last `final answer is X`. Boxes that only a comma, "and" or "or" separates are one list. A marker
+followed by nothing, and a box that is never closed, do not count as answers.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ MAX_EMPTY_MARKERS = 64
 
 # Each marker contains one of these, so that str.rfind can search a long text quickly.
 _HEADS = ("\\boxed", "\\fbox", "####", "nswer", "NSWER", "\u7b54\u6848")
+_SAID = "inal answer is"
+"""Counts in a response without a marker alone."""
 _MARKER = re.compile(
-    r"\\(?:boxed|fbox)\s{0,4}(?P<box>\{)"
+    r"\\(?:boxed|fbox)(?:\s{0,4}(?P<box>\{)|(?<=\$\\boxed)\s{1,4}(?P<bare>[-+]?\d[\d,]*(?:\.\d+)?))"
     r"|(?i:answer)[*_]{0,3}\s{0,4}[:\uff1a]"
     r"|\u7b54\u6848[*_]{0,3}\s{0,4}(?:[:\uff1a]|[\u662f\u4e3a]\s{0,4}[:\uff1a]?)"
     r"|(?<!#)####(?!#)"
@@ -53,6 +55,7 @@ _WORDS_ONLY = re.compile(r"[A-Za-z\s,.:'*-]*")
 _INTRODUCTION = re.compile(
     r"(?i:(?:(?:so|thus|therefore|hence),? )?(?:(?:the|my) )?(?:(?:final|correct) )?"
     r"(?:answer|result|value|solution) (?:is|equals)):? "
+    r"|\\text\s?\{\s*(?i:(?:the )?(?:final )?answer(?: is)?:?)\s*\} *"
 )
 _QUANTITY = re.compile(r"(-?(?:[0-9]|\.[0-9])[0-9,.]*) ((?:[A-Za-z]{3,})(?:[ -][A-Za-z]+){0,5})")
 _NUMBER = re.compile(r"-?(?:[0-9]|\.[0-9])[0-9,.]*")
@@ -82,7 +85,9 @@ def final_answer(
     tidy = tidy or clean
     end = len(text)
     for marker in itertools.islice(_markers_backwards(text), MAX_EMPTY_MARKERS):
-        if marker["box"]:
+        if marker["bare"]:
+            answer = tidy(marker["bare"])
+        elif marker["box"]:
             answer = tidy(_in_braces(text, marker.end()))
             if answer:
                 return _with_boxes_before(text, marker.start(), answer, tidy)
@@ -91,7 +96,10 @@ def final_answer(
         if answer:
             return answer
         end = marker.start()
-    return None
+    said = text.rfind(_SAID)
+    if said < 0:
+        return None
+    return tidy(_rest_of_line(text, said + len(_SAID), len(text), whole_line).lstrip(": ")) or None
 
 
 def ground_truth(text: str, tidy: Callable[[str], str] | None = None) -> str:

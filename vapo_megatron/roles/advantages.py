@@ -141,6 +141,20 @@ def _from_groups(
     return batch.replace(advantages=batch.per_token(of_responses))
 
 
+def means_of_values_and_returns(
+    batch: RolloutBatch, gamma: float, ranks: Ranks
+) -> tuple[float, float]:
+    """Return both means over the trained tokens of all ranks; returns are Monte-Carlo ones."""
+    assert batch.values is not None
+    _, returns = decoupled_gae(
+        token_rewards(batch), torch.zeros_like(batch.values), batch.cu_seqlens,
+        lambda_actor=1.0, lambda_critic=1.0, gamma=gamma,
+    )  # fmt: skip
+    sums = [masked_sums(each, batch.loss_mask) for each in (batch.values, returns)]
+    value, returned = mean_and_std(sum_over_data_parallel(torch.stack(sums), ranks))[0].tolist()
+    return value, returned
+
+
 def token_rewards(batch: RolloutBatch) -> Tensor:
     """Return float32 [T]: the verdict's reward on the last token, and what was earned before it."""
     earned = batch.token_rewards

@@ -13,7 +13,7 @@ from vapo_megatron.config import VapoConfig
 from vapo_megatron.config.metrics import emits
 from vapo_megatron.data.microbatch import Microbatch
 from vapo_megatron.models.hf_config import ModelShape
-from vapo_megatron.models.value_head import values_of
+from vapo_megatron.models.value_head import ValueHead, values_of
 from vapo_megatron.parallel.context import gather_tokens
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.minibatches import MiniBatch
@@ -42,6 +42,13 @@ class Critic:
     def compute_values(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """Return V before each response token, no gradient; float32 [T], CPU."""
         return torch.cat(forward_only(self.placed.chunks, microbatches, self._values)).cpu()
+
+    def shift(self, bias: float) -> None:
+        """Add a constant to the value head's output from now on."""
+        for head in self.placed.chunks[-1].modules():
+            if isinstance(head, ValueHead):
+                known = 0.0 if head.bias is None else head.bias
+                head.set_bias(torch.full((1,), bias) + known)
 
     @emits(
         "critic/loss",

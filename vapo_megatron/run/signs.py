@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from vapo_megatron.algorithm.value_pretraining import error_is_large
 from vapo_megatron.config import VapoConfig
 
 IN_A_ROW = 3
@@ -99,6 +100,23 @@ SIGNS = (
         lambda row, config: _UNUSED_SCORES,
     ),
 )
+
+
+def about_value_error(row: Row, config: VapoConfig) -> list[str]:
+    """Return what to know at the end of value pretraining where V is wrong in the mean."""
+    if "critic/value_error_mean" not in row:
+        return []
+    error, spread = row["critic/value_error_mean"], row["critic/return_std"]
+    if not error_is_large(error, spread):
+        return []
+    return [
+        f"warning: value pretraining ends with values that are {abs(error):.2g} too "
+        f"{'high' if error > 0 else 'low'} in the mean (critic/value_error_mean), against a "
+        f"standard deviation of the returns of {spread:.2g}: each lambda below 1 then pays for the "
+        "length of responses; set model.value_head_bias=mean_return, raise "
+        f"optimizer.critic_learning_rate={config.optimizer.critic_learning_rate:g}, or take more "
+        f"algorithm.value_pretraining_steps={config.algorithm.value_pretraining_steps}"
+    ]
 
 
 class Signs:

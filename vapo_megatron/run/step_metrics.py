@@ -14,6 +14,7 @@ from vapo_megatron.algorithm.statistics import (
     masked_sums,
     mean_and_std,
     moments,
+    value_error_from_moments,
 )
 from vapo_megatron.config import AlgorithmConfig
 from vapo_megatron.config.metrics import METRICS, emits, metric_by
@@ -93,6 +94,8 @@ def sampler_difference(
     "algorithm/advantage_mean",
     "algorithm/advantage_std",
     "critic/explained_variance",
+    "critic/value_error_mean",
+    "critic/return_std",
     "algorithm/lambda_actor_mean",
 )
 def step_metrics(
@@ -145,8 +148,11 @@ def step_metrics(
             lambda_critic=algorithm.lambda_critic,
             length_adaptive_alpha=algorithm.length_adaptive_alpha,
         )
+        value_error, return_std = value_error_from_moments(of_values[0])
         result |= {
             "critic/explained_variance": explained_variance_from_moments(of_values[0]),
+            "critic/value_error_mean": value_error,
+            "critic/return_std": return_std,
             "algorithm/lambda_actor_mean": torch.as_tensor(lambda_actor).mean(),
         }
     return {name: float(value) for name, value in result.items()}

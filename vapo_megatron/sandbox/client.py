@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -99,7 +99,13 @@ class Sandbox:
         its.close()
         own.settimeout(START_SECONDS)
         self._socket = own
-        reply = self._exchange({"modules": self._modules, "max_integer_digits": MAX_INTEGER_DIGITS})
+        path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+        setup = {
+            "modules": self._modules,
+            "path": [os.path.abspath(entry) for entry in path],
+            "max_integer_digits": MAX_INTEGER_DIGITS,
+        }
+        reply = self._exchange(setup)
         if "refused" in reply:
             raise SandboxUnavailable(reply["refused"])
         self.refusal = reply["ready"]
@@ -130,40 +136,64 @@ class Sandbox:
         """Run a program as a script with a standard input -> its standard output."""
         with self._whole(), _Files() as files:
             (output, writes), (errors, complains) = files.pipe(), files.pipe()
-            given = [files.holding(text), writes, complains, files.holding(program)]
+            given = [files.holding(text), writes, complains, _to_run(files, program)]
             process = self._fork("run", budget, given)
             files.close(given)
             return self._collect(output, {process: errors}, budget)
 
     def call(
-        self, program: str, function: str, arguments: Sequence[Any], budget: Budget
+        self,
+        program: str,
+        function: str,
+        arguments: Sequence[Any],
+        budget: Budget,
+        given: str = "",
     ) -> Outcome:
-        """Call a function of a program once -> its reply, as inside.py has it."""
+        """Call a function of a program once -> its reply, as inside.py has it.
+
+        given: the row's own code, which runs before the program.
+        """
         call = {"call": function, "arguments": encode(list(arguments)), "keywords": encode({})}
         with self._whole(), _Files() as files:
             (output, replies), (errors, complains) = files.pipe(), files.pipe()
-            given = [files.null(), files.null(), complains, files.holding(program)]
-            given += [files.holding(json.dumps(call)), replies]
-            process = self._fork("serve", budget, given)
-            files.close(given)
+            its = [files.null(), files.null(), complains, _to_run(files, program, given)]
+            its += [files.holding(json.dumps(call)), replies]
+            process = self._fork("serve", budget, its)
+            files.close(its)
             return self._collect(output, {process: errors}, budget)
 
-    def test(self, program: str, test: str, budget: Budget) -> Outcome:
+    def test(
+        self,
+        program: str,
+        test: str,
+        budget: Budget,
+        functions: Collection[str],
+        given: str = "",
+    ) -> Outcome:
         """Run a test in one process, and the program that it calls in another.
 
-        The output is inside.PASSED if the test ran to its end.
+        Args:
+            program: its text.
+            test: the test's.
+            budget: of each process.
+            functions: the program's, by the names that the test has for them.
+            given: the row's own code, which runs before each of the two.
+
+        Returns:
+            Its output is inside.PASSED if the test ran to its end.
         """
         with self._whole(), _Files() as files:
             (result, writes), (errors, complains) = files.pipe(), files.pipe()
             program_errors, program_complains = files.pipe()
             (calls, asks), (replies, answers) = files.pipe(), files.pipe()
-            given = [files.null(), files.null(), program_complains, files.holding(program)]
-            given += [calls, answers]
-            serving = self._fork("serve", budget, given)
-            for_test = [files.null(), files.null(), complains, files.holding(test)]
+            its = [files.null(), files.null(), program_complains]
+            its += [_to_run(files, program, given), calls, answers]
+            serving = self._fork("serve", budget, its)
+            for_test = [files.null(), files.null(), complains]
+            for_test += [_to_run(files, test, given, functions)]
             for_test += [replies, asks, writes]
             testing = self._fork("test", budget, for_test)
-            files.close([*given, *for_test])
+            files.close([*its, *for_test])
             errors_of = {testing: errors, serving: program_errors}
             return self._collect(result, errors_of, budget)
 
@@ -247,6 +277,14 @@ def _failure(exit_code: int, cpu_seconds: float, errors: bytes, budget: Budget) 
         last = errors.decode(errors="replace").rpartition("\n")[2]
         return last[:200] or f"exit code {exit_code}"
     return ""
+
+
+def _to_run(files: _Files, text: str, given: str = "", functions: Collection[str] = ()) -> int:
+    """Return a file for a process's TEXT; see inside.py."""
+    # Half a surrogate pair is no text of Python.
+    text, given = (each.encode("utf-8", "replace").decode() for each in (text, given))
+    content = {"text": text, "given": given, "functions": sorted(functions)}
+    return files.holding(json.dumps(content))
 
 
 class _Files:

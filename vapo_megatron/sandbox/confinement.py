@@ -8,7 +8,8 @@ import fcntl
 import os
 import resource
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from vapo_megatron.sandbox.system_calls import SystemCallFilter
 
@@ -34,7 +35,9 @@ class Confinement:
     """Prepared once in the template, entered in each process that is forked from it.
 
     As root, processes run as a user that owns nothing: RLIMIT_NPROC does not bind root. Where the
-    container does not let it change its user, and for any other user, they run as itself.
+    container does not let it change its user, and for any other user, they run as itself. As root,
+    they also have the empty working directory as their root directory, where the container allows
+    that.
     """
 
     def __init__(self) -> None:
@@ -44,10 +47,12 @@ class Confinement:
         self._template = os.getpid()
         self.user: int | None = _FIRST_USER + os.getpid() % (_LAST_USER - _FIRST_USER + 1)
         """None: its own."""
-        self.refusal = "" if os.geteuid() else _refusal(self.user)
+        is_root = os.geteuid() == 0
+        self.refusal = _refusal(_change_user, self.user) if is_root else ""
         """Why root cannot change its user; empty: it can, or need not."""
-        if self.refusal or os.geteuid():
+        if self.refusal or not is_root:
             self.user = None
+        self._hides_files = is_root and not _refusal(os.chroot, ".")
 
     def enter(self, files: Sequence[int], limits: Limits) -> None:
         """Confine this process, whose only files become 0, 1, ... in the order given.
@@ -58,6 +63,8 @@ class Confinement:
         os.setsid()
         _keep_only(files)
         self._set_limits(limits)
+        if self._hides_files:
+            os.chroot(".")
         if self.user is not None:
             _change_user(self.user)
         # After the change of user, which would clear it.
@@ -112,13 +119,13 @@ def _change_user(user: int) -> None:
     os.setresuid(user, user, user)
 
 
-def _refusal(user: int) -> str:
-    """Return why a process forked from here cannot become this user; empty: it can."""
+def _refusal(attempt: Callable[[Any], None], value: Any) -> str:
+    """Return why a call fails in a process forked from here; empty: it works."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            _change_user(user)
+            attempt(value)
         except OSError as error:
             os.write(writing, str(error).encode())
         finally:

@@ -1,7 +1,8 @@
 """What the confined processes do: run a program, serve calls of its functions, run a test.
 
-Files 0 to 3 are standard input, output, errors, and the text to run. A program that serves, and a
-test that calls it, exchange one line of JSON for each call and one for each reply:
+Files 0 to 3 are standard input, output, errors, and what to run, as JSON: {"text": ..., "given":
+code of the row, "functions": the program's, for a test}. A program that serves, and a test that
+calls it, exchange one line of JSON for each call and one for each reply:
 
     {"call": "f", "arguments": VALUE, "keywords": VALUE}     {"returned": VALUE} or {"raised": TYPE,
                                                              "message": TEXT}
@@ -15,6 +16,8 @@ import ast
 import atexit
 import builtins
 import contextlib
+import gc
+import io
 import json
 import os
 import sys
@@ -33,34 +36,62 @@ CANDIDATE = "candidate_of_the_program"
 """In a test: CANDIDATE(expression) is what the program has under it, to be called."""
 PROGRAMS_MODULE = "solution"
 """In a test: a module with every name of the program."""
+LEETCODE = """
+import bisect, collections, copy, datetime, functools, heapq, itertools, math, operator, random, re
+import string, sys
+from typing import *
+from functools import *
+from collections import *
+from itertools import *
+from heapq import *
+from bisect import *
+from string import *
+from operator import *
+from math import *
+from builtins import *
+"""
+"""Before a program with a class Solution, as LeetCode has it."""
+_DEVICES = {"/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}
+# Raised by what a test calls, they would end its loops, or itself, without an error.
+_ENDS = (StopIteration, StopAsyncIteration)
 
 
 def run() -> None:
     """Run the text as a script, from standard input to standard output."""
     module = _module("__main__")
+    builtins.open = io.open = _open  # type: ignore[assignment]
     try:
-        exec(_code(), module.__dict__)
+        exec(_code(_text()["text"]), module.__dict__)
     finally:
         # As the interpreter ends a script, also one that raises.
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
-        sys.stdout.flush()
+        _flush()
 
 
 def serve() -> None:
     """Run the text as a module, then answer calls of its functions until there are no more."""
     module = _module("program")
-    exec(_code(), module.__dict__)
+    names = module.__dict__
+    content = _text()
+    if "\nclass Solution" in "\n" + content["text"]:
+        exec(LEETCODE, names)
+    classes = _run_given(content["given"], module)
+    exec(_code(content["text"]), names)
     with (
         open(INCOMING, encoding="utf-8") as calls,
         open(OUTGOING, "w", encoding="utf-8") as replies,
     ):
         for line in calls:
             call = json.loads(line)
+            own = {name: names[name] for name in classes if isinstance(names.get(name), type)}
             try:
-                function = _find(call["call"], module.__dict__)
-                arguments, keywords = decode(call["arguments"]), decode(call["keywords"])
-                reply = json.dumps({"returned": encode(function(*arguments, **keywords))})
+                function = _find(call["call"], names)
+                arguments, keywords = (
+                    decode(call[part], own) for part in ("arguments", "keywords")
+                )
+                returned = encode(function(*arguments, **keywords), own)
+                reply = json.dumps({"returned": returned})
             except Exception as error:
                 traceback.print_exc()
                 reply = json.dumps({"raised": type(error).__name__, "message": str(error)})
@@ -68,43 +99,99 @@ def serve() -> None:
 
 
 def test() -> None:
-    """Run the text; names that it neither defines nor imports are functions of the program."""
+    """Run the text; the names of functions that come with it are the program's."""
     # Opened here, in a process in which no text of a response ever runs.
     with open(INCOMING, encoding="utf-8") as replies, open(OUTGOING, "wb", buffering=0) as calls:
+        content = _text()
+        module = _module("test")
+        classes = _run_given(content["given"], module)
 
         def candidate(expression: str) -> Callable[..., Any]:
             if expression.startswith("__"):  # What an import asks its module for.
                 raise AttributeError(expression)
             return lambda *arguments, **keywords: _call(
-                expression, arguments, keywords, calls, replies
+                expression, arguments, keywords, calls, replies, classes
             )
 
-        source = _text()
-        tree = ast.parse(source, "test.py")
         solution = types.ModuleType(PROGRAMS_MODULE)
         solution.__getattr__ = candidate  # type: ignore[method-assign]
         sys.modules[PROGRAMS_MODULE] = solution
-        module = _module("test")
-        module.__dict__.update({name: candidate(name) for name in _unbound(tree)})
+        module.__dict__.update({name: candidate(name) for name in content["functions"]})
         module.__dict__[CANDIDATE] = candidate
-        exec(compile(source, "test.py", "exec"), module.__dict__)
+        exec(compile(content["text"], "test.py", "exec"), module.__dict__)
     os.write(RESULT, PASSED)
 
 
-def _call(expression: str, arguments: Any, keywords: Any, calls: RawIOBase, replies: TextIO) -> Any:
-    request = {"call": expression, "arguments": encode(arguments), "keywords": encode(keywords)}
+def _run_given(code: str, module: types.ModuleType) -> dict[str, type]:
+    """Run a row's own code, as far as it runs -> the classes that it defines, by name."""
+    for node in ast.parse(code).body:
+        if _is_to_be_written(node):
+            continue
+        with contextlib.suppress(Exception):
+            exec(compile(ast.Module([node], []), "given.py", "exec"), module.__dict__)
+    return {
+        name: value
+        for name, value in module.__dict__.items()
+        if isinstance(value, type) and value.__module__ == module.__name__
+    }
+
+
+def _is_to_be_written(node: ast.stmt) -> bool:
+    """Return whether a definition is there for the program to complete it."""
+    if isinstance(node, ast.ClassDef):
+        return node.name == "Solution"
+    return isinstance(node, ast.FunctionDef) and all(
+        isinstance(part, ast.Pass)
+        or (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))
+        for part in node.body
+    )
+
+
+def _open(file: Any, *options: Any, **named: Any) -> Any:
+    """Open as before, and standard files by their names too."""
+    return _opens(_DEVICES.get(file, file) if isinstance(file, str) else file, *options, **named)
+
+
+_opens = open
+
+
+def _flush() -> None:
+    """Write what the program's own file objects still hold, as the interpreter does at its end."""
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+    for thing in gc.get_objects():
+        if issubclass(type(thing), io.IOBase):
+            with contextlib.suppress(Exception):
+                thing.flush()
+
+
+def _call(
+    expression: str,
+    arguments: Any,
+    keywords: Any,
+    calls: RawIOBase,
+    replies: TextIO,
+    classes: dict[str, type],
+) -> Any:
+    request = {
+        "call": expression,
+        "arguments": encode(arguments, classes),
+        "keywords": encode(keywords, classes),
+    }
     line = ""
     with contextlib.suppress(BrokenPipeError):
         calls.write(json.dumps(request).encode() + b"\n")
         line = replies.readline()
     if not line:
-        raise EOFError("the program has ended before its test")
+        # No exception, which a test could expect.
+        print("the program has ended before its test", file=sys.stderr, flush=True)
+        os._exit(1)
     reply = json.loads(line)
     if "returned" in reply:
-        return decode(reply["returned"])
+        return decode(reply["returned"], classes)
     kind = getattr(builtins, str(reply["raised"]), None)
-    if not (isinstance(kind, type) and issubclass(kind, Exception)):
-        kind = RuntimeError
+    if not (isinstance(kind, type) and issubclass(kind, Exception)) or issubclass(kind, _ENDS):
+        raise RuntimeError(f"{reply['raised']}: {reply['message']}"[:1000])
     raise kind(reply["message"])
 
 
@@ -115,29 +202,12 @@ def _find(expression: str, names: dict[str, Any]) -> Callable[..., Any]:
     return eval(expression, names)
 
 
-def _unbound(tree: ast.AST) -> set[str]:
-    """Return the names that a text reads and nowhere binds."""
-    read: set[str] = set()
-    bound = set(dir(builtins))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            (read if isinstance(node.ctx, ast.Load) else bound).add(node.id)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            bound.add(node.name)
-        elif isinstance(node, ast.arg):
-            bound.add(node.arg)
-        elif isinstance(node, ast.alias):
-            bound.add((node.asname or node.name).partition(".")[0])
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            bound.add(node.name)
-    return read - bound
-
-
 def _module(name: str) -> types.ModuleType:
     """Return an empty module for the text, with the interpreter around it as for a script."""
     module = types.ModuleType(name)
     sys.modules[name] = module
     sys.path[:], sys.argv[:] = [], [f"{name}.py"]
+    sys.meta_path.clear()  # So that what can be imported depends on no build of Python.
     for number, stream, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         opened = open(number, mode, encoding="utf-8", errors="surrogateescape", closefd=False)
         setattr(sys, stream, opened)
@@ -145,7 +215,7 @@ def _module(name: str) -> types.ModuleType:
     return module
 
 
-def _text() -> str:
+def _text() -> dict[str, Any]:
     size = os.fstat(TEXT).st_size
     # At an offset: the processes of a program's tests share the file and its position.
     parts, read = [], 0
@@ -153,8 +223,9 @@ def _text() -> str:
         parts.append(os.pread(TEXT, size - read, read))
         read += len(parts[-1])
     os.close(TEXT)
-    return b"".join(parts).decode("utf-8", "replace")
+    content: dict[str, Any] = json.loads(b"".join(parts))
+    return content
 
 
-def _code() -> types.CodeType:
-    return compile(_text(), "program.py", "exec")
+def _code(text: str) -> types.CodeType:
+    return compile(text, "program.py", "exec")

@@ -4,8 +4,8 @@ Run as a script, with the number of a socket. A message is JSON; the files that 
 those of the process to fork. No text of a program, its input or a test passes through this process,
 because what it has seen, a forked process finds in its memory.
 
-    {"modules": [...], "max_integer_digits": N}            {"ready": Confinement.refusal} or
-                                                           {"refused": text}
+    {"modules": [...], "path": [...],                      {"ready": Confinement.refusal} or
+     "max_integer_digits": N}                              {"refused": text}
     {"role": "run", "cpu_seconds": 3, "memory_bytes": N}   {"process": id}
     {"end": id, "grace_seconds": 0.5}                      {"exit": -9, "cpu_seconds": 0.02}
 
@@ -30,21 +30,6 @@ from pathlib import Path
 from typing import Any
 
 MAX_FILES, MESSAGE_BYTES = 8, 1 << 16
-STANDARD_MODULES = """
-abc array ast atexit base64 binascii bisect builtins bz2 calendar cmath code codecs collections
-collections.abc colorsys concurrent.futures concurrent.futures.thread contextlib contextvars copy
-copyreg csv ctypes dataclasses datetime decimal difflib dis doctest encodings.ascii
-encodings.cp1252 encodings.cp437 encodings.hex_codec encodings.idna encodings.latin_1
-encodings.rot_13 encodings.unicode_escape encodings.utf_16 encodings.utf_16_le encodings.utf_32
-encodings.utf_8_sig enum errno fractions functools gc getopt glob gzip hashlib heapq hmac html
-html.parser inspect io ipaddress itertools json keyword linecache locale logging lzma marshal math
-mmap numbers operator os os.path pathlib pickle platform pprint queue random re resource select
-secrets shlex shutil signal socket stat statistics string stringprep struct subprocess sys
-sysconfig tempfile textwrap threading time timeit token tokenize traceback types typing unicodedata
-unittest unittest.mock urllib.parse uuid warnings weakref xml.etree.ElementTree zlib zoneinfo
-_pylong _strptime
-""".split()
-"""Loaded beforehand: a confined process opens no file, and so imports no other module."""
 
 
 def main(number: int) -> None:
@@ -81,7 +66,9 @@ def main(number: int) -> None:
 def _load(setup: dict[str, Any]) -> Any:
     from vapo_megatron.sandbox import inside  # noqa: F401
     from vapo_megatron.sandbox.confinement import Confinement
+    from vapo_megatron.sandbox.modules import STANDARD_MODULES
 
+    sys.path[1:1] = setup["path"]
     for module in STANDARD_MODULES:
         # Which of them there are depends on how Python was built.
         with contextlib.suppress(ImportError):

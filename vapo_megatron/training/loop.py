@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vapo_megatron.algorithm.value_pretraining import critic_has_settled
+from vapo_megatron.algorithm.value_pretraining import critic_has_settled, error_is_large
 from vapo_megatron.config.phases import CHECKPOINT, EXPORT
 from vapo_megatron.errors import INTERRUPTED, Stopped, report
 from vapo_megatron.parallel.reduce import any_rank
@@ -14,6 +14,7 @@ from vapo_megatron.planning.disk import check_disk
 from vapo_megatron.run.checkpoint import load as checkpoint
 from vapo_megatron.run.checkpoint.writer import CheckpointWriter
 from vapo_megatron.run.report.page import build_report
+from vapo_megatron.run.signs import about_value_error
 from vapo_megatron.training.step import StepTrainer
 from vapo_megatron.weights.export_hf import export_hf
 
@@ -26,6 +27,8 @@ class VapoTrainer(StepTrainer):
 
     explained_variances: list[float]
     """One per step with stage=value_pretraining, from before the update."""
+    value_error_is_large: bool
+    """Of the last step of value pretraining."""
     is_interrupted = False
     """SIGINT has stopped the run before its last step."""
     _snapshot: tuple[int, dict[str, Any]]
@@ -73,14 +76,20 @@ class VapoTrainer(StepTrainer):
             Stopped: a stop signal has arrived; the last snapshot is still to be saved.
         """
         config, learns = self.config, self.config.algorithm.trained_roles
+        pretrains = learns == ("critic",)
         if done == 0 or self._unevaluated is not None:
             self._write_row(done, self._unevaluated or {}, is_evaluated=True)
         while not self._is_finished(done):
             metrics = self.train_step(done)
             done += 1
-            if learns == ("critic",):
+            if pretrains:
                 self.explained_variances.append(metrics["critic/explained_variance"])
+                errors = metrics["critic/value_error_mean"], metrics["critic/return_std"]
+                self.value_error_is_large = error_is_large(*errors)
             is_last = self._is_finished(done)
+            if is_last if pretrains else done == config.algorithm.value_pretraining_steps:
+                for line in about_value_error(metrics, config):
+                    self.output.note(line)
             is_due = is_last or _is_due(done, config.evaluation.every_steps)
             # Before the checkpoint: a resume drops surplus rows but cannot restore a missing one.
             self._write_row(done, metrics, is_evaluated="actor" in learns and is_due)
@@ -138,7 +147,9 @@ class VapoTrainer(StepTrainer):
         """Whether all steps are done, or value pretraining has stopped early."""
         algorithm = self.config.algorithm
         patience = algorithm.value_pretraining_patience
-        settled = patience is not None and critic_has_settled(self.explained_variances, patience)
+        settled = patience is not None and critic_has_settled(
+            self.explained_variances, patience, self.value_error_is_large
+        )
         return done >= algorithm.num_steps or settled
 
     def _finish(self) -> None:
@@ -159,7 +170,7 @@ class VapoTrainer(StepTrainer):
     def _resume(self) -> int:
         """Load the run's checkpoint or critic_checkpoint's optimizer; return the steps done."""
         self._saved, self._unevaluated, self._changed = 0, None, []
-        self.explained_variances = []
+        self.explained_variances, self.value_error_is_large = [], False
         if self._start.critic is not None and self.config.model.critic_checkpoint_optimizer:
             assert self.critic is not None, "critic_checkpoint without a critic is a ConfigError"
             checkpoint.load_critic(*self._start.critic, self.config, self.critic.trained)
@@ -170,6 +181,7 @@ class VapoTrainer(StepTrainer):
         self.source.resume(done, self._start.own)
         self.policy_version = state["policy_version"]
         self.explained_variances = state.get("explained_variances", [])
+        self.value_error_is_large = state.get("value_error_is_large", False)
         for role, skipped in state.get("skipped_in_a_row", {}).items():
             self._models[role].skipped_in_a_row = skipped
         self._unevaluated = state.get("unevaluated")
@@ -182,6 +194,7 @@ class VapoTrainer(StepTrainer):
             "data": self.source.state_dict(),
             "policy_version": self.policy_version,
             "explained_variances": self.explained_variances,
+            "value_error_is_large": self.value_error_is_large,
             "value_range": self.config.algorithm.value_range,
             "skipped_in_a_row": {r: m.skipped_in_a_row for r, m in self._models.items()},
             "config": self.config.model_dump(mode="json"),

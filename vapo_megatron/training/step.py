@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from vapo_megatron.algorithm.value_pretraining import actor_is_trained
+from vapo_megatron.algorithm.value_pretraining import actor_is_trained, bias_to_mean_return
 from vapo_megatron.config.phases import (
     ACTOR_UPDATE,
     ADVANTAGES,
@@ -39,6 +39,7 @@ from vapo_megatron.parallel.reduce import any_rank
 from vapo_megatron.reward.checks import check_verdicts
 from vapo_megatron.reward.scoring import with_scores
 from vapo_megatron.roles.advantages import (
+    means_of_values_and_returns,
     with_advantages,
     with_behaviour,
     with_loss_mask,
@@ -153,6 +154,11 @@ class StepTrainer(Built):
         if self.critic is not None:
             with self.phase(VALUES):
                 batch = batch.replace(values=self.critic.compute_values(of_critic))
+                if step == 0 and config.model.value_head_bias == "mean_return":
+                    means = means_of_values_and_returns(batch, config.algorithm.gamma, self.ranks)
+                    value_range = config.algorithm.value_range
+                    self.critic.shift(bias_to_mean_return(*means, value_range))
+                    batch = batch.replace(values=self.critic.compute_values(of_critic))
         with self.phase(LOGPROBS):
             old_logprobs, entropy = self.actor.compute_logprobs(microbatches)
             batch = batch.replace(old_logprobs=old_logprobs)

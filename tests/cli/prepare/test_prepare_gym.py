@@ -189,6 +189,7 @@ def test_a_task_that_hangs_or_fails_is_one_line(vapo, pool, monkeypatch):
         ("gcd --rows 1 --shots -1", "--shots=-1 must be 0 at least"),
         ("gcd --rows 1 --test-rows 1", "--test-rows and --test-out belong together"),
         ("gcd --rows 1 --test-out t.parquet", "--test-rows and --test-out belong together"),
+        ("gcd --rows 1 --test-rows 1 --test-out t.jsonl", "--test-out=t.jsonl must end in"),
         ("gcd --rows 1 --config [1]", "must be an object of settings"),
         ("gcd --rows 1 --config {", "is not JSON"),
         ('gcd --rows 1 --config {"max_valu":2}', "gcd has no setting max_valu; it has min_numbers"),
@@ -208,6 +209,15 @@ def test_options_of_tasks_are_refused_beside_files(tokenizer_directory, tmp_path
     given = ["--data", "x.jsonl", "--rows", "3", "--out", str(tmp_path / "o.parquet")]
     assert command.main([*given, "--tokenizer", str(tokenizer_directory)]) == 2
     assert "--rows goes with --reasoning-gym; remove it" in capsys.readouterr().err
+
+
+def test_a_file_that_is_there_is_kept(tokenizer_directory, tmp_path, capsys):
+    (tmp_path / "t.parquet").write_text("mine")
+    given = ["--reasoning-gym", "gcd", "--rows", "3", "--out", str(tmp_path / "o.parquet")]
+    given += ["--test-rows", "1", "--test-out", str(tmp_path / "t.parquet")]
+    assert command.main([*given, "--tokenizer", str(tokenizer_directory)]) == 2
+    assert "t.parquet exists; give another file, or --overwrite" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["t.parquet"]
 
 
 def test_settings_by_task_or_for_all():

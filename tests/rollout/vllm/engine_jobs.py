@@ -443,6 +443,28 @@ def of_family(tmp: Path, first_path: Path, second_path: Path) -> dict[str, Any]:
     return found
 
 
+def with_fp8_cache(tmp: Path, path: Path) -> dict[str, Any]:
+    """World 2, TP=1: greedy responses of the same weights with keys and values in 16 and 8 bits."""
+    import torch.distributed as dist
+
+    found: dict[str, Any] = {}
+    for name in ("auto", "fp8"):
+        made = config(tmp, 1, "model.dtype=bfloat16", f"rollout.kv_cache_dtype={name}")
+        engine = build_engine(path, made)
+        engine.load_weights(weights(path), 0)
+        engine.sleep()
+        engine.load_weights(weights(path), 1)
+        caches = engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner.kv_caches
+        found[name] = {
+            "bytes": sum(cache.nbytes for cache in caches), "types": {c.dtype for c in caches},
+            "blocks": engine._llm.llm_engine.vllm_config.cache_config.num_gpu_blocks,
+            "rollouts": generate(engine, prompts(8), 1, 1, settings(0, limit=8), 1),
+        }  # fmt: skip
+        engine.shutdown()
+        dist.barrier()
+    return found
+
+
 def refused(tmp: Path, path: Path, *overrides: str) -> str:
     """What the constructor says of a model or settings that vLLM cannot serve."""
     import torch.distributed as dist

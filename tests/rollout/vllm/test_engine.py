@@ -405,6 +405,17 @@ def test_other_families_are_transformers(vllm_workers, found_tp2, tmp_path, fami
     assert [r.token_ids for r in found[0]["first"]] != [r.token_ids for r in found[0]["second"]]
 
 
+def test_keys_and_values_of_8_bits(vllm_workers, models, found_tp2, tmp_path):
+    """Half of the bytes, after a sleep too; log-probabilities move, by what 3 bits round."""
+    for found in vllm_workers.run(2, jobs.with_fp8_cache, tmp_path, models["first"]):
+        wide, narrow = found["auto"], found["fp8"]
+        assert wide["bytes"] / wide["blocks"] == 2 * narrow["bytes"] / narrow["blocks"]
+        pairs = list(zip(wide["rollouts"], narrow["rollouts"], strict=True))
+        # The first token's, which both predict from the same prompt.
+        moved = [abs(a.logprobs[0] - b.logprobs[0]) for a, b in pairs]
+        assert 0 < max(moved) < 0.2
+
+
 def test_what_vllm_refuses_is_a_config_error(vllm_workers, models, found_tp2, tmp_path):
     path = write_tiny_hf(tmp_path / "heads", **{**TINY, "heads": 4, "kv_heads": 4})
     write_tiny_tokenizer(path)

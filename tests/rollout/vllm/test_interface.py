@@ -19,6 +19,8 @@ from pathlib import Path
 import pytest
 
 from tests.rollout.vllm.source import Source, is_vllms
+from vapo_megatron.config import RolloutConfig
+from vapo_megatron.rollout.vllm.arguments import engine_arguments
 from vapo_megatron.rollout.vllm.interface import BUILT, SUPPORTED, TABLE
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -192,14 +194,17 @@ def test_the_table_has_what_the_engine_calls_and_reads():
     assert {k.arg for k in call.keywords} == TAKES["vllm.sampling_params:SamplingParams"]
 
 
-def test_the_table_has_the_engines_arguments_and_the_environments_names():
-    text = (ROOT / "vapo_megatron/rollout/vllm/arguments.py").read_text()
-    (dictionary,) = (n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Return))
-    keys = {k.value for k in dictionary.value.keys}
-    assert keys == TAKES["vllm.engine.arg_utils:EngineArgs"]
-    used = set(
-        re.findall(r'"(VLLM_\w+)"', (ROOT / "vapo_megatron/rollout/vllm/engine.py").read_text())
+def test_the_table_has_the_engines_arguments_and_the_environments_names(monkeypatch):
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    keys = set(
+        engine_arguments(
+            "", RolloutConfig(), 1, dtype="bfloat16", seed=0, offload=True, on_cpu=False
+        )
     )
+    assert keys == TAKES["vllm.engine.arg_utils:EngineArgs"]
+    files = ("rollout/vllm/engine.py", "parallel/environment.py")
+    text = "".join((ROOT / "vapo_megatron" / file).read_text() for file in files)
+    used = set(re.findall(r'"(VLLM_\w+)"', text))
     (known,) = (row.holds for row in TABLE if row.name == "vllm.envs:environment_variables")
     assert used == set(known)
 

@@ -40,7 +40,7 @@ from vapo_megatron.cli.prepare.gym import (
 from vapo_megatron.cli.prepare.prepare import prepare
 from vapo_megatron.cli.prepare.rows import ALL
 from vapo_megatron.cli.prepare.summary import TEMPLATES
-from vapo_megatron.config import RolloutConfig
+from vapo_megatron.config import RewardConfig, RolloutConfig
 from vapo_megatron.config.missing import missing_model
 from vapo_megatron.errors import DataError
 
@@ -54,15 +54,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _prepare(options: argparse.Namespace) -> str:
     from vapo_megatron.reward.math_verifier import MathVerifier
+    from vapo_megatron.reward.verifiers import Verifiers
     from vapo_megatron.rollout.tokenizer import load_tokenizer
 
     if not Path(options.tokenizer).is_dir():
         raise DataError(missing_model("--tokenizer", options.tokenizer))
     refuse_mixed(options)
-    with MathVerifier() as verifier:
-        if options.reasoning_gym is not None:
+    if options.reasoning_gym is not None:
+        with MathVerifier() as verifier:
             written = prepare_tasks(options, load_tokenizer(options.tokenizer), verifier)
-            return "\n".join(f"{summary.describe()}\n{out}" for summary, out in written)
+        return "\n".join(f"{summary.describe()}\n{out}" for summary, out in written)
+    with MathVerifier() as verifier, Verifiers(RewardConfig(verifier="code")) as code_verifier:
         summary = prepare(
             options.data,
             options.out,
@@ -80,6 +82,8 @@ def _prepare(options: argparse.Namespace) -> str:
             skip_unusable=options.skip_unusable,
             needs_answers=not options.without_answers,
             dropped=options.drop_columns,
+            solution_column=options.solution_column,
+            code_verifier=code_verifier,
             overwrite=options.overwrite,
         )
     return f"{summary.describe()}\n{options.out}"
@@ -121,6 +125,11 @@ def _parser() -> Parser:
     answers.add_argument(
         "--without-answers", action="store_true",
         help="accept rows without an answer, for verifiers that need none; it is null there",
+    )  # fmt: skip
+    answers.add_argument(
+        "--solution-column", metavar="NAME",
+        help="of programs that solve the problems: each is run against its row's tests, and a row "
+        "that its own solution does not pass is an error, or left out with --skip-unusable",
     )  # fmt: skip
     columns = parser.add_argument_group("columns (default: detected)")
     choice = columns.add_mutually_exclusive_group()

@@ -32,7 +32,7 @@ INSTRUCTIONS = (
 """As FORMS."""
 _OWN = ("rows", "seed", "config", "system", "shots", "answer_tags", "test_rows", "test_out")
 _OF_FILES = ("shape", "prompt_column", "answer_column", "drop_columns", "skip_unusable",
-             "without_answers")  # fmt: skip
+             "without_answers", "solution_column")  # fmt: skip
 
 
 class _Tasks(argparse.Action):

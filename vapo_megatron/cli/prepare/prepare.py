@@ -23,7 +23,8 @@ from vapo_megatron.cli.prepare.columns import (
     read_problem,
     strip_instructions,
 )
-from vapo_megatron.cli.prepare.rows import Choose, count_rows, find_file, read_rows
+from vapo_megatron.cli.prepare.rows import ALL, Choose, count_rows, find_file, read_rows
+from vapo_megatron.cli.prepare.solutions import Solved, solution_responses, unsolved
 from vapo_megatron.cli.prepare.summary import Summary, Template
 from vapo_megatron.data.chat import OPTION_COLUMNS, Message, template_options
 from vapo_megatron.data.ground_truths import members
@@ -58,6 +59,8 @@ class _Kept:
     others: dict[str, Any]
     """The row's other columns."""
     other_answers: set[str] = dataclasses.field(default_factory=set)
+    solutions: list[str] = dataclasses.field(default_factory=list)
+    """Responses that solve the problem, to be run against its tests."""
 
     @property
     def problem(self) -> Problem:
@@ -65,8 +68,9 @@ class _Kept:
 
     @property
     def is_for_math(self) -> bool:
-        """Whether the answer is there, and the row names no other verifier."""
-        return bool(self.answer) and self.others.get("verifier") in (None, "math")
+        """Whether the answer is there, and the row is for no other verifier."""
+        is_named = self.others.get("verifier") in (None, "math")
+        return bool(self.answer) and is_named and not self.solutions
 
 
 def prepare(
@@ -81,6 +85,8 @@ def prepare(
     skip_unusable: bool = False,
     needs_answers: bool = True,
     dropped: Collection[str] = (),
+    solution_column: str | None = None,
+    code_verifier: RunningVerifier | None = None,
     overwrite: bool = False,
     made: Callable[[Summary], Iterator[tuple[Shape, str, dict[str, Any]]]] | None = None,
 ) -> Summary:
@@ -100,35 +106,34 @@ def prepare(
         skip_unusable: leave out rows whose answer is missing or refused, instead of an error.
         needs_answers: refuse rows without an answer; they are written with null.
         dropped: other columns that are not written; ALL: none is.
+        solution_column: of reference solutions, which must pass their rows' tests; see
+            solutions.py. None: nothing is run.
+        code_verifier: `code`, which runs them; given with solution_column.
         overwrite: replace out.
         made: yields (shape, where, row) in place of sources, and counts the rows.
 
     Raises:
         DataError: names the file, the line or row, the problem and the remedy.
     """
-    if out.suffix != ".parquet":
-        raise DataError(f"--out={out} must end in .parquet")
-    if max_prompt_tokens < 1:
-        raise DataError(f"--max-prompt-tokens={max_prompt_tokens} must be at least 1")
-    if out.exists() and not overwrite:
-        raise DataError(f"--out={out} exists; give another file, or --overwrite")
+    _check_options(out, max_prompt_tokens, overwrite, dropped, solution_column)
     render = make_template(template, tokenizer)
     summary = Summary([], template, max_prompt_tokens)
     paths = [find_file(source) for source in sources]
-    read = functools.partial(made or functools.partial(_rows, paths, choose, dropped), summary)
-    kept = _distinct(read, template, summary, needs_answers=needs_answers, skip=skip_unusable)
+    unread = [name for name in dropped if name != solution_column]
+    read = functools.partial(made or functools.partial(_rows, paths, choose, unread), summary)
+    kept = _distinct(
+        read, template, summary, needs_answers=needs_answers, skip=skip_unusable,
+        solution_column=solution_column, dropped=dropped,
+    )  # fmt: skip
     kept = _readable(kept, verifier, skip_unusable, summary)
     kept = _unanimous(kept, verifier, summary)
     if template != "none":
         _check_not_rendered(kept, tokenizer)
     kept = list(_rendered(kept, render, tokenizer.encode, begin_of(tokenizer), summary))
+    if solution_column is not None and code_verifier is not None:
+        kept = _solved(kept, code_verifier, solution_column, skip_unusable, summary)
     if not kept:
-        raise DataError(
-            f"nothing is left to write: of {summary.rows - summary.duplicates:,} problems "
-            f"{summary.conflicting:,} have rows with different answers, {summary.unusable:,} an "
-            f"answer that the verifier cannot use, {summary.too_long:,} more than "
-            f"{max_prompt_tokens:,} prompt tokens; give other --data, or raise --max-prompt-tokens"
-        )
+        raise DataError(summary.nothing_left())
     summary.written = len(kept)
     summary.without_answer = sum(not k.answer for k in kept)
     prose = [k for k in kept if k.is_for_math and is_prose(k.answer)]
@@ -138,6 +143,26 @@ def prepare(
     summary.first_prompt = _as_read(tokenizer, kept[0].prompt)
     _write(out, kept, summary)
     return summary
+
+
+def _check_options(
+    out: Path,
+    max_prompt_tokens: int,
+    overwrite: bool,
+    dropped: Collection[str],
+    solution_column: str | None,
+) -> None:
+    if out.suffix != ".parquet":
+        raise DataError(f"--out={out} must end in .parquet")
+    if max_prompt_tokens < 1:
+        raise DataError(f"--max-prompt-tokens={max_prompt_tokens} must be at least 1")
+    if out.exists() and not overwrite:
+        raise DataError(f"--out={out} exists; give another file, or --overwrite")
+    if solution_column is not None and ALL in dropped:
+        raise DataError(
+            f"--drop-columns {ALL} leaves no tests for --solution-column {solution_column}; name "
+            "the columns to leave out"
+        )
 
 
 def make_template(name: Template, tokenizer: Any) -> Callable[..., str]:
@@ -205,11 +230,17 @@ def _distinct(
     *,
     needs_answers: bool,
     skip: bool,
+    solution_column: str | None,
+    dropped: Collection[str],
 ) -> list[_Kept]:
     """Return the first row of each problem, in order, with the other answers that it has."""
     first: dict[bytes, _Kept] = {}
     for shape, where, row in rows():
-        is_for_other = row.get("verifier") not in (None, "math")
+        solution = row.get(solution_column) if solution_column else None
+        # Of a problem of mathematics, a solution is no program.
+        if row.get("verifier") not in (None, "code"):
+            solution = None
+        is_for_other = row.get("verifier") not in (None, "math") or bool(solution)
         try:
             problem = read_problem(
                 shape, row, where, needs_answers=needs_answers and not is_for_other
@@ -223,9 +254,12 @@ def _distinct(
         bare = strip_instructions(problem.prompt)
         prompt = problem.prompt if template == "none" else bare
         options = template_options(row, where)
-        used = {*shape.columns, "prompt", "answer", *OPTION_COLUMNS}
+        used = {*shape.columns, "prompt", "answer", *OPTION_COLUMNS, *dropped}
         others = {k: v for k, v in row.items() if k not in used}
-        new = _Kept(where, prompt, problem.answer, problem.earlier, options, others)
+        solutions = solution_responses(solution, problem.prompt) if solution else []
+        new = _Kept(
+            where, prompt, problem.answer, problem.earlier, options, others, solutions=solutions
+        )
         known = first.setdefault(_key(bare, problem.earlier, options), new)
         if known.answer != new.answer:
             known.other_answers.add(new.answer)
@@ -276,6 +310,16 @@ def _unanimous(kept: list[_Kept], verifier: RunningVerifier, summary: Summary) -
     return [k for k in kept if id(k) not in conflicting]
 
 
+def _solved(
+    kept: list[_Kept], verifier: RunningVerifier, column: str, skip: bool, summary: Summary
+) -> list[_Kept]:
+    """Drop problems whose own solutions do not pass their tests; an error unless `skip`."""
+    asked = [k for k in kept if k.solutions]
+    solved = [Solved(k.where, Problem(k.prompt, k.answer, k.others), k.solutions) for k in asked]
+    bad = {id(asked[i]) for i in unsolved(solved, verifier, column, skip, summary)}
+    return [k for k in kept if id(k) not in bad]
+
+
 def _check_not_rendered(kept: Sequence[_Kept], tokenizer: Any) -> None:
     """Refuse prompts of which most have special tokens: they are in a chat template already."""
     special = [token for token in tokenizer.all_special_tokens if len(token) > 2]
@@ -322,10 +366,10 @@ def _as_read(tokenizer: Any, prompt: str) -> str:
     return shown if len(shown) <= 800 else f"{shown[:500]} [...] {shown[-250:]}"
 
 
-def _chunks(title: str, kept: list[_Kept]) -> Iterator[tuple[int, list[_Kept]]]:
+def _chunks(title: str, kept: list[_Kept], size: int = _CHUNK) -> Iterator[tuple[int, list[_Kept]]]:
     with ProgressBar(title) as bar:
-        for start in range(0, len(kept), _CHUNK):
-            part = kept[start : start + _CHUNK]
+        for start in range(0, len(kept), size):
+            part = kept[start : start + size]
             yield start, part
             bar.show(start + len(part), len(kept))
 

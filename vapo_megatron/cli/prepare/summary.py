@@ -25,6 +25,11 @@ class Summary:
     unusable: int = 0
     """Rows and problems whose answer is missing or refused by the verifier."""
     unusable_example: str = ""
+    solved: int = 0
+    """Problems whose reference solution passes their tests."""
+    unsolved: int = 0
+    """Problems whose reference solution does not, or whose tests cannot be read."""
+    unsolved_example: str = ""
     prose: int = 0
     """Problems whose answer is prose, which math compares letter by letter."""
     prose_example: str = ""
@@ -38,6 +43,16 @@ class Summary:
     longest_prompt_tokens: int = 0
     first_prompt: str = ""
     """As its tokens read, with special tokens, cut in the middle."""
+
+    def nothing_left(self) -> str:
+        """Return what became of the problems where none is left."""
+        return (
+            f"nothing is left to write: of {self.rows - self.duplicates:,} problems "
+            f"{self.conflicting:,} have rows with different answers, {self.unusable:,} an answer "
+            f"that the verifier cannot use, {self.unsolved:,} a solution that does not pass their "
+            f"tests, {self.too_long:,} more than {self.max_prompt_tokens:,} prompt tokens; give "
+            "other --data, or raise --max-prompt-tokens"
+        )
 
     def describe(self) -> str:
         """Return a text for the terminal."""
@@ -53,6 +68,13 @@ class Summary:
             f"{self.longest_prompt_tokens:,} tokens",
             f"columns beside prompt and answer: {', '.join(self.columns) or 'none'}",
         ]
+        if self.solved or self.unsolved:
+            lines.append(f"{self.solved:10,} reference solutions pass their tests")
+        if self.unsolved:
+            lines.append(
+                f"{self.unsolved:10,} problems left out: their solution does not pass their tests, "
+                f"such as {self.unsolved_example}"
+            )
         if self.without_answer:
             lines.append(f"{self.without_answer:10,} of them have no answer")
         if self.prose:

@@ -196,7 +196,7 @@ def quantity(text: str) -> Quantity | None:
         if inner is not None and (inner.unit is None or inner.unit in (unit, Unit(((sign, -1),)))):
             return Quantity(inner.head, unit, inner.factor, True)
         return Quantity(head, unit, Fraction(1), True) if head else None
-    if text[:1] == "-" and (text[1:3] == "\\$" or text[1:2] in _CURRENCY):
+    if text[:1] == "-" and (text[1:3] == "\\$" or text[1:] and text[1] in _CURRENCY):
         inner = quantity(text[1:])
         return inner and inner._replace(head=f"-{inner.head}")
     if text.endswith("\\$") and len(text) > 2:

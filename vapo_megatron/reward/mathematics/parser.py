@@ -251,8 +251,10 @@ def _related(operators: list[str], sides: list[str]) -> Value:
     if operators[0] == r"\approx" and sides[0] and number(sides[0]) is None and len(operators) == 1:
         return _parse(sides[1] if _NAME.fullmatch(sides[0]) and len(sides[0]) < 3 else sides[0])
     if not all(sides):
-        if not sides[0] and len(sides) == 2:  # "= 5"
-            return _parse(sides[1])
+        if not sides[0] and len(sides) == 2:
+            if operators[0] in ("=", r"\approx"):  # "= 5"
+                return _parse(sides[1])
+            return Word(operators[0] + "".join(sides[1].split()))
         raise Unparsable("an operator without a side")
     if sides[0][0] == "(" and len(sides) == 2 and operators == ["="] and _NAME.fullmatch(sides[0]):
         names, values = re.findall("[a-z]", sides[0]), _parse(sides[1])  # (x, y) = (1, 2)

@@ -14,6 +14,8 @@ _ROOT = re.compile(r"\\sqrt(\[\d\])?\s*(\d+(?:\.\d+)?|[A-Za-z]|\()")
 
 _TEXT = r"\\text\{[^{}]*\}"
 _IN_TEXT = re.compile(f"({_TEXT})")
+_DOUBLE = re.compile(r"\{\{([^{}]*)\}\}")
+_THIN_COMMA = re.compile(r"(?<=\d),\\!\s*(?=\d)")
 _UPRIGHT = re.compile(
     r"\\(?:text|math)(?:rm|bf|it|sf|tt|up|normal|md)?\s*\{([^{}]*)\}|\\(?:mbox|hbox|operatorname)\*?"
     r"\s*\{([^{}]*)\}|\{\\(?:rm|bf|it)\s+([^{}]*)\}"
@@ -21,6 +23,14 @@ _UPRIGHT = re.compile(
 _LAYOUT = re.compile(
     r"(?<!\\)\\(?:left|right|middle|[Bb]igg?[lr]?|displaystyle|textstyle|limits|boldsymbol|bm|phantom\{\}|!)"
     r"(?![A-Za-z])\.?"
+)
+_MARKUP = re.compile(
+    r"\\(?:text)?color\s*(?:\[\w+\])?\s*\{[^{}]*\}|\\(?:underline|uline)(?=\s*\{)"
+    r"|\\(?:tiny|(?:foot|script)?small|normalsize|[lL]arge|LARGE|huge|Huge)(?![A-Za-z])"
+)
+# A unit vector with its mark, which alone tells it from the imaginary i.
+_UNIT_VECTOR = re.compile(
+    r"\\(?:(?:wide)?hat|vec|mathbf|boldsymbol|bm)\s*\{\s*(?:\\mathbf\{\s*([ijk])\s*\}|\\?([ij])math|([ijk]))\s*\}"
 )
 _SPACE = re.compile(r"(?<!\\)\\(?:[,;:> ]|q?quad(?![A-Za-z])|thinspace(?![A-Za-z]))|~|\s")
 _COMMANDS = (
@@ -44,8 +54,9 @@ _COMMANDS = (
     (re.compile(r"\\degree(?![A-Za-z])"), r"^\\circ "),
     (re.compile(r"\\infin(?![A-Za-z])"), r"\\infty "),
     (re.compile(r"\*\*"), "^"),
+    (re.compile(r"\{\s*([^{}]+?)\s*\\choose(?![A-Za-z])\s*([^{}]+?)\s*\}"), r"\\binom{\1}{\2}"),
     (re.compile(r"(?<=\d) \. ?(?=\d|\\overline)"), "."),
-    (re.compile(r"\{\s*,\s*\}|,\\!"), ","),
+    (re.compile(r"\{\s*,\s*\}"), ","),
 )
 _FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|exp"
 _NAMES = "pi|theta|alpha|beta|gamma|delta|lambda|sigma|omega|infinity|infty"
@@ -71,6 +82,11 @@ def plain(text: str) -> str:
     if not text.isascii():
         text = _rooted(in_ascii(text))
     if "\\" in text or "{" in text:
+        text = _THIN_COMMA.sub(",", _MARKUP.sub("", text))
+        text = _DOUBLE.sub(r"{\1}", text)
+        vectors = [match[1] or match[2] or match[3] for match in _UNIT_VECTOR.finditer(text)]
+        if set(vectors) - {"i"}:
+            text = _UNIT_VECTOR.sub(_unit_vector, text)
         text = _LAYOUT.sub("", text)
         text = _UPRIGHT.sub(_upright, text)
         text = _JOINED.sub(r" \1 ", text)
@@ -83,6 +99,11 @@ def plain(text: str) -> str:
         part if part.startswith("\\text{") else _named(part) for part in _IN_TEXT.split(text)
     )
     return _PERCENT.sub(r"\\%", text).strip(" ").rstrip(",;.:").strip(" ")
+
+
+def _unit_vector(match: re.Match[str]) -> str:
+    name = match[1] or match[2] or match[3]
+    return f" \\epsilon_{{{'ijk'.index(name) + 101}}} "
 
 
 def _rooted(text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vapo_megatron.config import RolloutConfig
+from vapo_megatron.parallel import environment
 
 CPU_KV_CACHE_BYTES = 256 * 2**20
 
@@ -25,7 +26,7 @@ def engine_arguments(
         max_model_len: longest prompt and response together, in tokens.
         on_cpu: vLLM's CPU build, which neither sleeps nor captures graphs.
     """
-    return {
+    arguments = {
         "model": hf_path,
         "skip_tokenizer_init": True,
         "load_format": "dummy",
@@ -48,5 +49,22 @@ def engine_arguments(
         # not allocate anything before or meanwhile.
         "kv_cache_memory_bytes": rollout.kv_cache_bytes or (CPU_KV_CACHE_BYTES if on_cpu else None),
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        # FP8 keys and values have the scale 1, which needs no calibration: the checkpoints have
+        # none, and vLLM's own calculation of it is gone since 0.31.
+        "kv_cache_dtype": rollout.kv_cache_dtype,
         "logprobs_mode": "processed_logprobs",
     }
+    if not on_cpu and not environment.has_multicast():
+        # See environment.WITHOUT_MULTICAST: the fusion would call FlashInfer's all-reduce again.
+        arguments["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
+    return _merged(arguments, rollout.vllm_args)
+
+
+def _merged(arguments: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    """Return both; where both have a mapping, the mappings merged, of which `extra` wins."""
+    found = dict(arguments)
+    for name, value in extra.items():
+        mine = found.get(name)
+        both = isinstance(mine, dict) and isinstance(value, dict)
+        found[name] = _merged(mine, value) if both and mine is not None else value
+    return found

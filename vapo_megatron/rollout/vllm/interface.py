@@ -68,15 +68,37 @@ TABLE = (
             "hf_overrides", "seed", "tensor_parallel_size", "distributed_executor_backend",
             "enforce_eager", "max_model_len", "max_num_seqs", "enable_chunked_prefill",
             "enable_sleep_mode",
-            "kv_cache_memory_bytes", "gpu_memory_utilization", "logprobs_mode",
+            "kv_cache_memory_bytes", "gpu_memory_utilization", "logprobs_mode", "kv_cache_dtype",
+            "compilation_config",
         ),
+    ),
+    Used("vllm.config.cache:CacheDType", holds=("auto", "fp8", "fp8_e4m3", "fp8_e5m2")),
+    # What must be off, all three, where multicast memory is (environment.WITHOUT_MULTICAST).
+    Used(
+        "vllm.config.compilation:PassConfig",
+        takes=("fuse_allreduce_rms",),
+        seen="in source",
+        device="gpu",
+    ),
+    _source(
+        "vllm.envs:VLLM_ALLREDUCE_USE_FLASHINFER",
+        "vllm.distributed.device_communicators.cuda_communicator",
+        device="gpu",
+    ),
+    _source(
+        "vllm.envs:VLLM_ALLREDUCE_USE_SYMM_MEM",
+        "vllm.distributed.device_communicators.cuda_communicator",
+        device="gpu",
     ),
     Used("vllm.config.parallel:DistributedExecutorBackend", holds=("external_launcher",)),
     Used("vllm.config.model:LogprobsMode", holds=("processed_logprobs",)),
     Used("vllm.model_executor.model_loader:LoadFormats", holds=("dummy",)),
     Used(
         "vllm.envs:environment_variables",
-        holds=("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS"),
+        holds=(
+            "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS",
+            "VLLM_ALLREDUCE_USE_FLASHINFER", "VLLM_ALLREDUCE_USE_SYMM_MEM", "VLLM_CACHE_ROOT",
+        ),
     ),
     Used("vllm:SamplingParams"),
     Used(
