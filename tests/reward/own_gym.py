@@ -1,7 +1,7 @@
 """A task of reasoning_gym whose scorer misbehaves as an answer says; loaded in workers alone."""
 
 import dataclasses
-import fractions
+import pathlib
 import time
 
 import numpy
@@ -44,7 +44,7 @@ class StandIn(ProceduralDataset):
         return {
             "question": f"w{n}",
             "answer": "nobody" if is_wrong else str(n),
-            "metadata": {"n": (n,), "share": fractions.Fraction(1, 2)},
+            "metadata": {"n": (n,), "kind": pathlib.PurePosixPath("odd")},
         }
 
     def score_answer(self, answer, entry):
@@ -56,7 +56,7 @@ class StandIn(ProceduralDataset):
         if self.config.kind == "loose":
             return 1.0
         if self.config.kind == "odd" and answer == "A B":
-            return float(entry["metadata"]["share"] == fractions.Fraction(1, 2))
+            return float(entry["metadata"]["kind"] == pathlib.PurePosixPath("odd"))
         odd = {"nan": float("nan"), "text": "1.0", "none": None, "numpy": numpy.float64(1.0),
                "half": 0.5, "true": True}  # fmt: skip
         return odd[answer] if answer in odd else float(answer == str(entry["metadata"]["n"][0]))

@@ -5,6 +5,7 @@ Not exercised: scores of tasks outside the table (tests/cli/prepare/test_prepare
 
 import fractions
 import json
+import pathlib
 import subprocess
 import sys
 
@@ -230,12 +231,12 @@ def test_the_last_marker_has_the_answer(response, expected):
 
 def test_a_row_survives_json():
     metadata = {
-        "graph": {1: (2, 3), 2: ()}, "seen": {4}, "share": {"of": fractions.Fraction(1, 3)},
-        "none": None,
+        "graph": {1: (2, 3), 2: ()}, "seen": {4}, "share": {fractions.Fraction(1, 3): 1},
+        "kind": {"of": pathlib.PurePosixPath("a")}, "none": None,
     }  # fmt: skip
     entry = {"question": "q", "answer": None, "metadata": metadata}
     found = gym.read_row(gym.write_row(gym.Row("t", {"a": [1]}, entry)))
-    expected = {**metadata, "share": str(metadata["share"])}
+    expected = {**metadata, "kind": str(metadata["kind"])}
     assert found == gym.Row("t", {"a": [1]}, {**entry, "metadata": expected})
 
 

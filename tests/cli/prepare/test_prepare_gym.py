@@ -211,7 +211,8 @@ def test_options_of_tasks_are_refused_beside_files(tokenizer_directory, tmp_path
     assert "--rows goes with --reasoning-gym; remove it" in capsys.readouterr().err
 
 
-def test_a_file_that_is_there_is_kept(tokenizer_directory, tmp_path, capsys):
+def test_a_file_that_is_there_is_kept(tokenizer_directory, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(gym, "open_pool", None)  # Nothing is made before it is seen.
     (tmp_path / "t.parquet").write_text("mine")
     given = ["--reasoning-gym", "gcd", "--rows", "3", "--out", str(tmp_path / "o.parquet")]
     given += ["--test-rows", "1", "--test-out", str(tmp_path / "t.parquet")]

@@ -173,6 +173,12 @@ def _check_numbers(options: argparse.Namespace, counts: Mapping[str, int], shots
         raise ConfigError("--test-rows and --test-out belong together; give both, or neither")
     if options.test_out == options.out:
         raise ConfigError(f"--test-out={options.out} is --out, too; give another file")
+    # Before the problems are made, which may take long.
+    for name, out in (("out", options.out), ("test-out", options.test_out)):
+        if out is not None and out.suffix != ".parquet":
+            raise ConfigError(f"--{name}={out} must end in .parquet")
+        if out is not None and out.exists() and not options.overwrite:
+            raise ConfigError(f"--{name}={out} exists; give another file, or --overwrite")
 
 
 def _share(total: int, place: int, parts: int) -> int:
