@@ -30,7 +30,7 @@ RUNTIME = [
     "packaging",
     "cloudpickle",
     "tensorboard",
-    "openai",
+    "httpx>=0.27,<1",
 ]
 
 setup(
