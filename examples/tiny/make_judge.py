@@ -1,19 +1,21 @@
 """Make the tiny task's judge: `python examples/tiny/make_judge.py --out DIR --seed 0`.
 
 DIR becomes a Hugging Face directory for `vllm serve`: a generative reward model that answers a
-default template of reward/judge.py about the tiny task's problems. Qwen2 architecture, about a
-minute of training on one CPU thread.
+default template of reward/judge_prompt.py about the tiny task's problems. Qwen2 architecture, about
+a minute of training on one CPU thread.
 
-Given a problem, its ground truth and a response, it says YES if the response ends in `Answer:` and
-the ground truth, else NO. With `--pairwise` it is given two answers, one of them the bare ground
-truth, and names the better one: a response that agrees with the ground truth is better than that,
-any other is worse. It never solves a problem. What it is trained on is odder than what a policy
-usually writes, because a policy that is trained against a judge looks for what the judge wrongly
-accepts: truncated chains, several answers, several digits.
+Given a problem, its ground truth and a response's final answer, it says YES if the two are the
+same, else NO. Of a response without a final answer it is given the end. With `--pairwise` it is
+given two answers, one of them the bare ground truth, and names the better one: a response that
+agrees with the ground truth is better than that, any other is worse. It never solves a problem.
+What it is trained on is odder than what a policy usually writes, because a policy that is trained
+against a judge looks for what the judge wrongly accepts: truncated chains, several answers, several
+digits.
 
 Each fixed text of the templates is one token, and another one with each digit that may follow:
 two layers of this size need minutes to find a digit by the text before it. A token with a digit
-begins with the mean of its parts' embeddings.
+begins with the mean of its parts' embeddings. The templates' marks, and what separates them from
+the text before, are no tokens.
 """
 
 from __future__ import annotations
@@ -39,8 +41,16 @@ from transformers import (
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from vapo_megatron.reward.judge import JUDGE_TEMPLATE, PAIRWISE_TEMPLATE
+from vapo_megatron.data.problems import Problem
+from vapo_megatron.reward.judge_prompt import (
+    JUDGE_TEMPLATE,
+    PAIRWISE_TEMPLATE,
+    filled,
+    final_part,
+)
 
+COMPARED = ("answer", "final", "a", "b")
+"""Fields of the templates that may be a digit."""
 UNKNOWN, STOP = "<unk>", "<|endoftext|>"
 YES, NO, FIRST, SECOND = "YES", "NO", "A", "B"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -99,7 +109,8 @@ def save_tokenizer(directory: Path, max_tokens: int) -> Qwen2Tokenizer:
     texts = [task.ANSWER_MARKER, *(task.ANSWER_MARKER + digit for digit in digits), YES, NO]
     for template in (JUDGE_TEMPLATE, PAIRWISE_TEMPLATE):
         for text, field, *_ in string.Formatter().parse(template):
-            texts += [text] + [text + digit for digit in digits if field in ("answer", "a", "b")]
+            if any(letter.isalpha() for letter in text):  # Else the model sees a mark's bracket.
+                texts += [text] + [text + digit for digit in digits if field in COMPARED]
     tokens = [AddedToken(t, special=False, normalized=False) for t in dict.fromkeys(texts) if t]
     tokenizer.add_tokens(tokens)
     tokenizer.chat_template = CHAT_TEMPLATE
@@ -136,9 +147,11 @@ def draw_response(rng: random.Random, recipe: Recipe, problem: task.Problem, dir
     )
 
 
-def agrees(response: str, answer: str) -> bool:
-    """Return whether a response's final answer is this digit."""
-    return response.endswith(task.ANSWER_MARKER + answer)
+def agrees(response: str, answer: str, *, pairwise: bool = False) -> bool:
+    """Return whether a response's final answer is this digit; of a pair, its end is looked at."""
+    if pairwise:
+        return response.endswith(task.ANSWER_MARKER + answer)
+    return final_part(response) == answer
 
 
 def draw_answer(rng: random.Random, response: str) -> str:
@@ -169,13 +182,14 @@ def draw_questions(
     problem = task.draw_problem(rng, held_out=held_out, num_operations=num_operations)
     response = draw_response(rng, recipe, problem, direct)
     answer = draw_answer(rng, response)
-    agree = agrees(response, answer)
+    agree = agrees(response, answer, pairwise=recipe.pairwise)
+    asked = Problem(problem.prompt, answer)
     if not recipe.pairwise:
-        text = JUDGE_TEMPLATE.format(prompt=problem.prompt, answer=answer, response=response)
+        text = filled(JUDGE_TEMPLATE, asked, final=final_part(response))
         return [(text, YES if agree else NO)]
     labels = (FIRST, SECOND) if agree else (SECOND, FIRST)
     texts = (
-        PAIRWISE_TEMPLATE.format(prompt=problem.prompt, a=a, b=b)
+        filled(PAIRWISE_TEMPLATE, asked, a=a, b=b)
         for a, b in ((response, answer), (answer, response))
     )
     return list(zip(texts, labels))

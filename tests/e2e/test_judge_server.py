@@ -15,7 +15,6 @@ import pytest
 
 from tests.e2e.test_run import ROOT, environment
 from tests.workers import free_port
-from vapo_megatron.config import RewardConfig
 from vapo_megatron.reward.judge import Judge, Pairwise
 from vapo_megatron.reward.verifier import Problem
 
@@ -61,7 +60,7 @@ def asked(recipe, count):
         problem = task.draw_problem(rng, held_out=True)
         response = make_judge.draw_response(rng, recipe, problem, recipe.direct_share)
         answer = make_judge.draw_answer(rng, response)
-        agrees = make_judge.agrees(response, answer)
+        agrees = make_judge.agrees(response, answer, pairwise=recipe.pairwise)
         rows.append((response, Problem(problem.prompt, answer), agrees))
     return rows
 
@@ -85,9 +84,7 @@ def test_verdicts_on_held_out_questions(kind, tmp_path):
     try:
         for chat in (True, False):
             # The first request waits for the server.
-            verifier = kind(
-                RewardConfig(), base_url=f"http://127.0.0.1:{port}/v1", model="judge", chat=chat
-            )
+            verifier = kind(base_url=f"http://127.0.0.1:{port}/v1", model="judge", chat=chat)
             found = list(verifier.score([row[0] for row in rows], [row[1] for row in rows]))
             verifier.close()
             assert {verdict.status for verdict in found} == {"correct", "wrong"}, found[0]

@@ -4,7 +4,10 @@ Against the server of test_judge.py. Not exercised: a language model.
 """
 
 import re
+import sqlite3
 import time
+
+import pytest
 
 from tests.reward.test_judge import Server, judged
 from vapo_megatron.reward.judge import Judge, Pairwise
@@ -22,13 +25,16 @@ def test_a_long_response_keeps_its_end():
         return "YES", {"A": -0.1, "B": -2.0}
 
     with Server(answer) as server:
-        for kind in (Judge, Pairwise):
+        for kind, options in (
+            (Judge, {"template": "Response: {response}\n\nReply"}),
+            (Pairwise, {}),
+        ):
             for response in ("at first 5, but 2 is", "is 2"):
-                judge = kind(base_url=server.url, model="m", response_characters=6)
+                judge = kind(base_url=server.url, model="m", response_characters=6, **options)
                 judged(judge, [response], PROBLEM)
     texts = [re.search(r"Response: (.*)\n\nReply", prompt)[1] for prompt in asked[:2]]
     assert texts == ["t 2 is", "is 2"]
-    pairs = [re.search(r"A: (.*)\n\nAnswer B: (.*)\n", prompt).groups() for prompt in asked[2:]]
+    pairs = [re.search(r"A: (.*)\n\n.*Answer B: (.*)\n", prompt).groups() for prompt in asked[2:]]
     assert sorted(pairs) == [("2", "is 2"), ("2", "t 2 is"), ("is 2", "2"), ("t 2 is", "2")]
 
 
@@ -69,3 +75,21 @@ def test_an_answer_that_is_no_outage_ends_one_too():
         state["code"], asked = 503, len(server.asked)
         judged(judge, ["a"], PROBLEM)
         assert len(server.asked) > asked + 1
+
+
+@pytest.mark.parametrize("damage", ["value", "file"])
+def test_a_damaged_cache_is_asked_around(damage, tmp_path):
+    (tmp_path / "kept").mkdir()
+    path = tmp_path / "kept" / "rank_00000.sqlite"
+    with Server(lambda prompt: "YES") as server:
+        for _ in range(2):
+            judge = Judge(base_url=server.url, model="m", cache=str(path.parent))
+            if path.exists() and server.asked:
+                if damage == "value":
+                    with sqlite3.connect(path) as file:
+                        file.execute("UPDATE answers SET value = '{'")
+                else:
+                    data = path.read_bytes()
+                    path.write_bytes(data[:4096] + b"x" * (len(data) - 4096))
+            assert [v.status for v in judged(judge, ["a"], PROBLEM)] == ["correct"]
+        assert len(server.asked) == 2

@@ -19,6 +19,7 @@ _OF_BUILT_IN = {
     "exact": ("kind", "schema"),
     "code": (*code_tests.COLUMNS, *code_tests.FUNCTION_COLUMNS, *code_tests.SETUP_COLUMNS,
              *code_tests.CODE_COLUMNS, "metadata"),
+    "reasoning_gym": ("reasoning_gym",),
     REWARD_MODEL: (),
 }  # fmt: skip
 _JUDGES: dict[Any, type[Judge]] = {"judge": Judge, "pairwise": Pairwise}

@@ -9,39 +9,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import string
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, get_args
 
 from vapo_megatron.data.problems import Problem
 from vapo_megatron.errors import ConfigError, tell
-from vapo_megatron.reward.endpoint import Answer, Endpoint
+from vapo_megatron.reward.choices import named_choice
+from vapo_megatron.reward.endpoint import Endpoint
+from vapo_megatron.reward.judge_prompt import (
+    JUDGE_TEMPLATE,
+    PAIRWISE_TEMPLATE,
+    fields,
+    filled,
+    final_part,
+    read,
+)
+from vapo_megatron.reward.replies import Answer
 from vapo_megatron.reward.verifier import RunningVerifier, Status, Verdict
-
-JUDGE_TEMPLATE = """\
-Below are a problem, its correct answer, and a response. Does the response's final answer agree \
-with the correct answer? Do not solve the problem; compare the answers alone.
-
-Problem: {prompt}
-
-Correct answer: {answer}
-
-Response: {response}
-
-Reply with one word, YES or NO: """
-
-PAIRWISE_TEMPLATE = """\
-Below are a problem and two answers. Which of them is better? Judge whether it is right before how \
-it is written.
-
-Problem: {prompt}
-
-Answer A: {a}
-
-Answer B: {b}
-
-Reply with one letter, A or B: """
 
 MOST_LIKELY_TOKENS = 20
 """Whose log-probabilities are asked for; what OpenAI's API allows at most."""
@@ -53,17 +37,18 @@ class Judge(RunningVerifier):
 
     Args:
         base_url, model: the endpoint, such as http://127.0.0.1:8000/v1, and its model's name.
-        template: text, or the path of a file, with {prompt}, {answer} and {response}; a row's other
-            columns by their names.
+        template: text, or the path of a file, with {prompt}, {answer}, {final} (the final answer,
+            or else the response's end), {response} and {mark} (letters that no other field's text
+            has); a row's other columns by their names.
         choices: what the model may answer -> a status of Verdict, or a score.
         correct_from: the least score of a correct response.
         chat: through the chat template of the model; false: as bare text.
         constrained: let vLLM allow nothing but the choices; false: the last choice that the answer
-            contains counts, so that the model may think before.
-        max_tokens: of an answer.
+            names counts, so that the model may think before; see choices.py.
+        max_tokens: of an answer; one that is cut there is no verdict, but for a whole choice.
         response_characters: a longer response is cut at its beginning.
         concurrency: requests at a time, of each inference engine.
-        timeout_seconds: limit for one try, the wait in the server's queue included.
+        timeout_seconds: limit for one try, from the server's queue to the answer's last byte.
         outage_seconds: how long a request is repeated while the server is away.
         cache: directory for answers, by content; None: none.
         key_variable: the environment variable that has the endpoint's key.
@@ -91,7 +76,7 @@ class Judge(RunningVerifier):
         default: dict[str, Status | float] = {"YES": "correct", "NO": "wrong"}
         self._choices = dict(self.choices or default)
         _check_choices(self._choices)
-        self._template = _read(self.template, self._names)
+        self._template = read(self.template, self._needed)
         self._has_told = False
         self._endpoint = Endpoint(
             self.base_url, self.model, chat=self.chat, concurrency=self.concurrency,
@@ -100,8 +85,10 @@ class Judge(RunningVerifier):
             body={"max_tokens": self.max_tokens, "temperature": 0.0, **self._body()},
         )  # fmt: skip
 
-    _names: ClassVar[tuple[str, ...]] = ("response",)
-    """What the template must contain."""
+    _needed: ClassVar[tuple[tuple[str, ...], ...]] = (("final", "response"),)
+    """Of each of these the template must have one."""
+    _given: ClassVar[frozenset[str]] = frozenset({"prompt", "final", "response", "mark"})
+    """Fields that every problem has."""
 
     def _body(self) -> dict[str, Any]:
         return {"structured_outputs": {"choice": list(self._choices)}} if self.constrained else {}
@@ -109,24 +96,29 @@ class Judge(RunningVerifier):
     def score(self, responses: Sequence[str], problems: Sequence[Problem]) -> Iterator[Verdict]:
         """Ask about each response, all at once; see RunningVerifier."""
         prompts = [
-            _filled(self._template, p, response=self._cut(r)) for r, p in zip(responses, problems)
+            filled(self._template, p, response=self._cut(r), final=final_part(r))
+            for r, p in zip(responses, problems)
         ]
         return map(self._verdict, self._endpoint.ask(prompts))
 
     def _verdict(self, answer: Answer) -> Verdict:
-        # By where they end, the longest first: "10" ends in "0".
-        found = [
-            (answer.text.rfind(choice) + len(choice), len(choice), choice)
-            for choice in self._choices
-            if choice in answer.text
-        ]
-        _, _, choice = max(found, default=(0, 0, ""))
-        if answer.problem or not choice:
-            return self._failed(answer.problem or f"it answered {answer.text[:80]!r}")
+        if answer.problem:
+            return self._failed(answer.problem)
+        try:
+            choice = named_choice(answer.text, self._choices, may_think=not self.constrained)
+        except ValueError as error:
+            return self._failed(str(error))
+        if answer.is_cut and not self._is_whole(answer.text, choice):
+            return self._failed(f"its answer was cut at max_tokens={self.max_tokens}")
         meaning = self._choices[choice]
         if isinstance(meaning, str):
             return Verdict(meaning, note=f"the judge said {choice}")
         return self._scored(meaning, f"the judge said {choice}")
+
+    def _is_whole(self, text: str, choice: str) -> bool:
+        """Return whether a cut answer is a choice that nothing could have followed."""
+        longer = any(c != choice and c.startswith(choice) for c in self._choices)
+        return self.constrained and text.strip() == choice and not longer
 
     def _scored(self, score: float, note: str) -> Verdict:
         status: Status = "correct" if score >= self.correct_from else "wrong"
@@ -146,7 +138,7 @@ class Judge(RunningVerifier):
 
     def unusable(self, problems: Sequence[Problem]) -> dict[int, str]:
         """Return the problems that lack what the template names."""
-        asked = sorted(_fields(self._template) - {"prompt", "response", "a", "b"})
+        asked = sorted(fields(self._template) - self._given)
         reasons = {}
         for i, problem in enumerate(problems):
             known = {**problem.metadata, "answer": problem.answer}
@@ -169,7 +161,8 @@ class Pairwise(Judge):
     begins: here by the mean, and at correct_from.
 
     Args:
-        options: see Judge; its template has {prompt}, {a} and {b}.
+        options: see Judge; its template has {prompt}, {a}, {b} and {mark}. It asks for one token,
+            so that an answer that is cut there is whole.
         reference_column: what a response is compared with; null: the ground truth.
         labels: what the model calls the first and the second answer; different first tokens.
     """
@@ -182,13 +175,17 @@ class Pairwise(Judge):
 
     def __post_init__(self) -> None:
         labels = self.labels
-        if len(labels) != 2 or not all(isinstance(label, str) and label for label in labels):
-            raise ConfigError(f"pairwise: labels={labels!r} must be two texts, such as [A, B]")
+        are_texts = all(isinstance(label, str) and label for label in labels)
+        if not are_texts or len(labels) != 2 or len(set(labels)) != 2:
+            raise ConfigError(
+                f"pairwise: labels={labels!r} must be two different texts, such as [A, B]"
+            )
         self._first, self._second = labels
         self.choices = {self._first: 1.0, self._second: 0.0}
         super().__post_init__()
 
-    _names: ClassVar[tuple[str, ...]] = ("a", "b")
+    _needed: ClassVar[tuple[tuple[str, ...], ...]] = (("a",), ("b",))
+    _given: ClassVar[frozenset[str]] = frozenset({"prompt", "a", "b", "mark"})
 
     def _body(self) -> dict[str, Any]:
         return {**super()._body(), "logprobs": MOST_LIKELY_TOKENS}
@@ -198,8 +195,8 @@ class Pairwise(Judge):
         prompts = []
         for response, problem in zip(responses, problems):
             reference, response = self._reference(problem), self._cut(response)
-            prompts.append(_filled(self._template, problem, a=response, b=reference))
-            prompts.append(_filled(self._template, problem, a=reference, b=response))
+            prompts.append(filled(self._template, problem, a=response, b=reference))
+            prompts.append(filled(self._template, problem, a=reference, b=response))
         answers = self._endpoint.ask(prompts)
         return map(self._of_both, answers, answers)  # Two answers a response, from one iterator.
 
@@ -220,7 +217,7 @@ class Pairwise(Judge):
         total = {label: 0.0 for label in (self._first, self._second)}
         for token, logprob in answer.first_token.items():
             if token.strip() in total:
-                total[token.strip()] += math.exp(logprob)
+                total[token.strip()] += math.exp(min(0.0, logprob))
         both = total[self._first] + total[self._second]
         return total[self._first] / both if both > 0 else None
 
@@ -241,39 +238,13 @@ class Pairwise(Judge):
 
 def _check_choices(choices: Mapping[str, Status | float]) -> None:
     for choice, meaning in choices.items():
-        is_number = isinstance(meaning, int | float) and not isinstance(meaning, bool)
+        is_number = (
+            isinstance(meaning, int | float)
+            and not isinstance(meaning, bool)
+            and math.isfinite(meaning)
+        )
         if not (isinstance(choice, str) and choice and (is_number or meaning in get_args(Status))):
             raise ConfigError(
                 f"judge: choices.{choice}={meaning!r} must be a text with one of "
                 f"{', '.join(get_args(Status))}, or a number as its meaning; change it"
             )
-
-
-def _read(template: str, needed: Sequence[str]) -> str:
-    """Return the template's text. ConfigError: a file is missing, or a name that it needs."""
-    if "{" not in template:
-        try:
-            template = Path(template).read_text()
-        except OSError as error:
-            raise ConfigError(
-                f"judge: template={template} cannot be read: {error.strerror}; give a text with "
-                f"{{{needed[0]}}} in it, or the path of a file"
-            ) from None
-    try:
-        names = _fields(template)
-    except ValueError as error:
-        raise ConfigError(f"judge: template: {error}; write {{{{ for a brace") from None
-    for name in needed:
-        if name not in names:
-            raise ConfigError(f"judge: the template has no {{{name}}}; add it")
-    return template
-
-
-def _fields(template: str) -> set[str]:
-    return {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
-
-
-def _filled(template: str, problem: Problem, **texts: str) -> str:
-    names = {"prompt": problem.prompt, "answer": problem.answer, **texts}
-    values = {name: names.get(name, problem.metadata.get(name, "")) for name in _fields(template)}
-    return string.Formatter().vformat(template, (), values)
