@@ -337,6 +337,9 @@ def test_a_steps_metrics_are_of_that_step(vapo, step):
         "critic/explained_variance": reference.explained_variance(
             trained_on(expected, "values"), trained_on(expected, "returns")
         ),
+        "critic/value_error_mean": fmean(trained_on(expected, "values"))
+        - fmean(trained_on(expected, "returns")),
+        "critic/return_std": pstdev(trained_on(expected, "returns")),
         # Of the step's second update; the actor's first step is the critic's second.
         "critic/learning_rate": 2e-2 * min(1, (2 * step + 2) / 4),
         **({"actor/learning_rate": 3e-2 * 2 * step / 8} if step else {}),

@@ -178,10 +178,10 @@ def _values_in_the_ranks_order() -> Patches:
     honest = critic.gather_tokens
 
     def wrong(own, microbatch, ranks):
-        cut = microbatch.context_parallel and dataclasses.replace(
+        places = microbatch.context_parallel and dataclasses.replace(
             microbatch.context_parallel, outputs=microbatch.context_parallel.outputs.sort().values
         )
-        return honest(own, dataclasses.replace(microbatch, cut=cut), ranks)
+        return honest(own, dataclasses.replace(microbatch, context_parallel=places), ranks)
 
     return [(critic, "gather_tokens", wrong)]
 

@@ -59,7 +59,8 @@ TINY_RUN = (*SIZES, "algorithm.policy_steps=3")
 LARGE_RUN = (
     "--config", str(TINY), *TINY_RUN, "model.hf_path=models/Qwen2.5-32B", "parallel.world_size=2",
     "parallel.pipeline_model_parallel_size=1", "parallel.use_distributed_optimizer=true",
-    "rollout.tensor_model_parallel_size=1", "data.train_path=data/dapo_math_17k.parquet",
+    "parallel.virtual_pipeline_model_parallel_size=null", "rollout.tensor_model_parallel_size=1",
+    "data.train_path=data/dapo_math_17k.parquet",
     "evaluation.path=data/aime_2024.parquet", "reward.overlong_buffer_tokens=16",
     "rollout.max_prompt_tokens=256", "checkpoint.every_steps=1",
     "logging.run_dir=runs/qwen2.5_32b",

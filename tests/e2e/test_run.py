@@ -48,6 +48,7 @@ SMALL = [
 # and overlap stay as it has them.
 ON_TWO = [
     "parallel.pipeline_model_parallel_size=1",
+    "parallel.virtual_pipeline_model_parallel_size=null",
     "parallel.use_distributed_optimizer=true",
     "rollout.tensor_model_parallel_size=1",
     "reward.overlong_buffer_tokens=16",

@@ -155,8 +155,8 @@ def _rotary_of_a_model(hf_path):
 
     local = layer_spec.block_spec
 
-    def spec(config, rotary, *, transformer_engine, cuts, vp_stage):
-        assert transformer_engine and cuts is None
+    def spec(config, rotary, *, transformer_engine, shards, vp_stage):
+        assert transformer_engine and shards is None
         return local(config, rotary, transformer_engine=False, vp_stage=vp_stage)
 
     with (

@@ -88,6 +88,10 @@ def _torch_cuda(index: int) -> dict[str, Any]:
         "current_device": lambda: current[0],
         "set_device": lambda device: current.__setitem__(0, torch.device(device).index),
         "get_device_capability": lambda *_: (9, 0),
+        # A place in which no machine has a device.
+        "get_device_properties": lambda *_: SimpleNamespace(
+            pci_domain_id=0xFFFF, pci_bus_id=0xFF, pci_device_id=0x1F
+        ),
         "mem_get_info": lambda *_: (40 * GIB, 80 * GIB),
         "memory_reserved": lambda *_: 20 * GIB,
         "max_memory_reserved": lambda *_: 30 * GIB,

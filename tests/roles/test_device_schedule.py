@@ -349,6 +349,6 @@ def test_the_models_leave_before_vllm_is_closed(monkeypatch):
     error = RuntimeError("it ended a turn")
     monkeypatch.setattr(build.groups, "destroy", lambda: None)
     monkeypatch.setattr(build.dist, "destroy_process_group", lambda: closed.append("world"))
-    run = SimpleNamespace(**parts, sides=None)
+    run = SimpleNamespace(**parts, worlds=None)
     build.Built.__exit__(run, RuntimeError, error, None)
     assert closed == [error, "device_schedule", "source", "world", "watchdog"]
