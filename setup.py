@@ -79,6 +79,7 @@ setup(
         "wandb": ["wandb"],
         # It pins its own dependencies. Other versions may make other problems of the same seed.
         "reasoning-gym": ["reasoning-gym==0.1.25"],
+        "smollm": ["gguf==0.19.0", "accelerate==1.15.0"],
         "dev": ["pytest", "pytest-timeout", "pytest-xdist", "ruff", "mypy"],
     },
 )
