@@ -77,6 +77,8 @@ setup(
             "transformer-engine[core_cu13,pytorch]>=2.9,<2.12",
         ],
         "wandb": ["wandb"],
+        # It pins its own dependencies. Other versions may make other problems of the same seed.
+        "reasoning-gym": ["reasoning-gym==0.1.25"],
         "dev": ["pytest", "pytest-timeout", "pytest-xdist", "ruff", "mypy"],
     },
 )

@@ -25,7 +25,7 @@ def trained(hf, cp_size):
     from tests.planning.measured import Allocations, _response
     from vapo_megatron.config import VapoConfig
     from vapo_megatron.models.hf_config import read_model_shape
-    from vapo_megatron.models.partition import cut_of
+    from vapo_megatron.models.partition import microbatch_options
     from vapo_megatron.parallel import groups
     from vapo_megatron.parallel.minibatches import filled_in, make_microbatches, make_mini_batches
     from vapo_megatron.roles.actor import Actor
@@ -45,7 +45,9 @@ def trained(hf, cp_size):
     actor = Actor(shape, config, here, str(hf))
     torch.manual_seed(7)
     batch = _response(LENGTH + PROMPT, VOCAB)
-    microbatches = make_microbatches(batch, [1], **cut_of(config.model, config.parallel, here))
+    microbatches = make_microbatches(
+        batch, [1], **microbatch_options(config.model, config.parallel, here)
+    )
     advantages = torch.randn(batch.rollout_logprobs.shape)
     peaks, old = [], [actor.compute_logprobs(microbatches)[0]]
     for step in range(2):

@@ -64,7 +64,7 @@ def interrupted():
     '''Rank 0 has its first step behind it.'''
     with early_stop.interrupts_watched(early_stop.end_before_first_step):
         if rank == 0:
-            early_stop.note_begun()
+            early_stop.note_started()
             os.kill(launcher, signal.SIGINT)
         while not early_stop.pending_signal():
             time.sleep(0.05)

@@ -360,7 +360,7 @@ rollout.placement=disaggregated  rollout.num_processes=2  rollout.tensor_model_p
 rollout.placement=disaggregated  rollout.num_processes=2  algorithm.dynamic_sampling=true
     dynamic_sampling=true, whose rounds depend on
 rollout.placement=disaggregated  rollout.num_processes=2  model.reward_hf_path=rm
-    model.reward_hf_path=rm: samplers keep responses with
+    model.reward_hf_path=rm: rollout workers keep responses with
 rollout.placement=disaggregated  rollout.num_processes=2  rollout.lag=1
   rollout.max_logprob_difference=0.1
     rollout.lag=1 must not be combined with rollout.max_logprob_difference=0.1: with a lag

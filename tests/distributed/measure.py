@@ -215,10 +215,10 @@ def _outputs(model: Any, role: str, problem: Problem, mine: list[list[int]], her
 
 def _microbatches(batch: Any, mine: list[list[int]], config: VapoConfig, here: Any) -> list:
     """As the trainer cuts a step."""
-    from vapo_megatron.models.partition import cut_of
+    from vapo_megatron.models.partition import microbatch_options
     from vapo_megatron.parallel.minibatches import make_microbatches
 
-    cut = cut_of(config.model, config.parallel, here)
+    cut = microbatch_options(config.model, config.parallel, here)
     return make_microbatches(batch, map(len, mine), **cut)
 
 

@@ -107,10 +107,12 @@ def _labels_after_the_cut() -> Patches:
 
     def wrong(batch, **cut):
         part = honest(batch, **cut)
-        if part.cut is None:
+        if part.context_parallel is None:
             return part
         after = part.tokens.roll(-1)[part.predicting]
-        return dataclasses.replace(part, cut=dataclasses.replace(part.cut, targets=after))
+        return dataclasses.replace(
+            part, context_parallel=dataclasses.replace(part.context_parallel, targets=after)
+        )
 
     return [(minibatches, "make_microbatch", wrong)]
 
@@ -176,8 +178,8 @@ def _values_in_the_ranks_order() -> Patches:
     honest = critic.gather_tokens
 
     def wrong(own, microbatch, ranks):
-        cut = microbatch.cut and dataclasses.replace(
-            microbatch.cut, outputs=microbatch.cut.outputs.sort().values
+        cut = microbatch.context_parallel and dataclasses.replace(
+            microbatch.context_parallel, outputs=microbatch.context_parallel.outputs.sort().values
         )
         return honest(own, dataclasses.replace(microbatch, cut=cut), ranks)
 
@@ -191,7 +193,7 @@ MUTATIONS = {
     "V shifted by one token": _value_of_the_next_state,
     "values scaled by the temperature": _value_over_temperature,
     "unmarked sequence-parallel head": _unmarked_head,
-    "labels shifted after the cut": _labels_after_the_cut,
+    "labels shifted after the split": _labels_after_the_cut,
     "counts over context-parallel ranks": _counts_over_context_parallel,
     "rotary positions of a contiguous cut": _contiguous_positions,
     "gradients summed over half of the ranks": _gradients_of_half_of_the_ranks,

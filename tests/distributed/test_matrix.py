@@ -175,7 +175,7 @@ WHERE_IT_SHOWS = {
     "V shifted by one token": ("critic", Layout(), "output"),
     "values scaled by the temperature": ("critic", Layout(), "output"),
     "unmarked sequence-parallel head": ("critic", Layout(tp=2, sp=True), "of score.weight"),
-    "labels shifted after the cut": ("actor", Layout(cp=2), "output"),
+    "labels shifted after the split": ("actor", Layout(cp=2), "output"),
     "counts over context-parallel ranks": ("actor", _CP_AND_DP, "loss 'policy'"),
     "rotary positions of a contiguous cut": ("actor", Layout(cp=2), "output"),
     "gradients summed over half of the ranks": ("critic", Layout(cp=2), "gradient of"),

@@ -19,7 +19,7 @@ from vapo_megatron.rollout.partial.files import PARTIAL, sampled_steps
 STEPS, SAVED_AT, EXTRA, MAX_LAG, LIMIT = 6, 2, 3, 2, 24
 CARRIES = [f"rollout.carry_over_groups={EXTRA}", f"rollout.max_lag={MAX_LAG}"]
 APART = ["rollout.placement=disaggregated", "rollout.num_processes=2"]
-# Options, processes, replicas, and how many steps the samplers are ahead.
+# Options, processes, replicas, and how many steps the rollout workers are ahead.
 PLACEMENTS = {
     "colocated": ([], 1, 1, 0),
     "apart": (APART, 3, 2, 0),

@@ -1,7 +1,7 @@
-"""Runs whose samplers are processes of their own: beside a colocated one, killed, and gone on.
+"""Runs whose rollout workers are separate processes: against a colocated run, killed and resumed.
 
 Real processes with megatron-core, vLLM and verifiers, and a tiny model that knows nothing. The
-group that joins both sides is in tests/parallel/test_sides.py. Not exercised: GPUs, several nodes.
+group that joins both worlds is in tests/parallel/test_worlds.py. Not exercised: GPUs, many nodes.
 """
 
 import json
@@ -215,8 +215,8 @@ def test_a_lost_process_of_either_side_ends_all(launch, given, tmp_path, how, ra
     os.kill(launched._processes[rank].pid, number)
     codes, done = launched.ended(apart_from=[rank])
     assert [code for r, code in enumerate(codes) if r != rank] == [1, 1]
-    side = "trainer" if rank == 1 else "sampler"
+    world = "trainer" if rank == 1 else "rollout worker"
     lines = {line for line in done.stderr.splitlines() if line.startswith("error: ")}
     assert lines, done.stderr
     for line in lines:
-        assert f"error: rank {rank} ({side}, " in line and "is dead or stopped" in line
+        assert f"error: rank {rank} ({world}, " in line and "is dead or stopped" in line

@@ -23,7 +23,7 @@ LENGTHS = {
 def attended(lengths, max_pairs, is_varlen):
     """Return (this rank's rows, its output, its gradients, the largest block)."""
     from vapo_megatron.config import ParallelConfig
-    from vapo_megatron.data.context_cut import rows_of_rank
+    from vapo_megatron.data.context_parallel import rows_of_rank
     from vapo_megatron.models import context_attention as module
     from vapo_megatron.parallel import groups
 
@@ -34,13 +34,13 @@ def attended(lengths, max_pairs, is_varlen):
     whole, cu_seqlens, weights = problem(lengths)
     rows = rows_of_rank(cu_seqlens, sum(lengths), group.size(), group.rank())
     own = [x.detach()[rows].requires_grad_() for x in whole]
-    cuts = module.ContextCuts(group, 0.3, varlen=is_varlen)
+    shards = module.ContextShards(group, 0.3, varlen=is_varlen)
     with (
         patch.object(module, "MAX_PAIRS", max_pairs),
         patch.object(varlen, "varlen_attn", bottom_right),
     ):
-        cut = cuts.of(own[0], cu_seqlens, max(lengths))
-        assert cuts.of(own[0], cu_seqlens, max(lengths)) is cut, "once for all layers"
+        cut = shards.of(own[0], cu_seqlens, max(lengths))
+        assert shards.of(own[0], cu_seqlens, max(lengths)) is cut, "once for all layers"
         output = module.context_attention(*own, cut, group)
         gradients = torch.autograd.grad((output * weights[rows]).sum(), own)
     assert torch.equal(cut.rows, rows)
@@ -98,7 +98,7 @@ def test_short_sequences_share_a_block(workers):
 
 
 def parts(lengths):
-    from vapo_megatron.data.context_cut import rows_of_rank
+    from vapo_megatron.data.context_parallel import rows_of_rank
     from vapo_megatron.models.context_attention import _block_parts
 
     rank, cu_seqlens = torch.distributed.get_rank(), bounds(lengths)

@@ -1,7 +1,7 @@
 """Who cuts a batch over context-parallel ranks: Transformer Engine where it attends, else we do.
 
 Transformer Engine's kernel is a stand-in with another cut than ours, so that one sees whose was
-used. Does not exercise the kernel: tests/gpu/test_context_cut.py does, on a GPU.
+used. Does not exercise the kernel: tests/gpu/test_context_parallel.py does, on a GPU.
 """
 
 import dataclasses
@@ -32,7 +32,11 @@ def cut_by(uses_engine, cp_size):
     ):
         for rank in range(cp_size):
             ranks = types.SimpleNamespace(cp_size=cp_size, cp_rank=rank)
-            parts.append(make_microbatch(make_batch(), **partition.cut_of(model, parallel, ranks)))
+            parts.append(
+                make_microbatch(
+                    make_batch(), **partition.microbatch_options(model, parallel, ranks)
+                )
+            )
     return parts, module.thd_get_partitioned_indices.call_count
 
 

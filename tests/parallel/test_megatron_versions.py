@@ -46,7 +46,7 @@ def resumed_at_another_rate(hf, root, distributed):
     from vapo_megatron.parallel import groups
     from vapo_megatron.parallel.optimizer_state import inner_optimizers, make_optimizer_state
     from vapo_megatron.roles.critic import Critic
-    from vapo_megatron.run.checkpoint.files import newest_whole
+    from vapo_megatron.run.checkpoint.files import newest_complete
     from vapo_megatron.run.checkpoint.load import load_run
     from vapo_megatron.run.checkpoint.writer import CheckpointWriter
 
@@ -80,7 +80,7 @@ def resumed_at_another_rate(hf, root, distributed):
                 state["step"].fill_(3)
             with CheckpointWriter(root, CheckpointConfig()) as writer:
                 writer.save(1, {"critic": first}, {})
-            load_run(newest_whole(root), {"critic": then})
+            load_run(newest_complete(root), {"critic": then})
     finally:
         logging.getLogger().removeHandler(handler)
     found = {(float(s["exp_avg"].unique()), float(s["step"])) for s in adam(then)}

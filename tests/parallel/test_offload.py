@@ -33,7 +33,7 @@ from vapo_megatron.parallel.offload import (
 from vapo_megatron.parallel.optimizer_state import inner_optimizers
 from vapo_megatron.parallel.schedule import forward_only
 from vapo_megatron.roles.critic import Critic
-from vapo_megatron.run.checkpoint.files import newest_whole
+from vapo_megatron.run.checkpoint.files import newest_complete
 from vapo_megatron.run.checkpoint.load import load_run
 from vapo_megatron.run.checkpoint.writer import CheckpointWriter
 
@@ -223,7 +223,7 @@ def _checkpoint(hf_path, directory):
         for p in model.placed.chunks[0].parameters():
             p.data.zero_()
     assert not all(torch.equal(before[k], now) for k, now in _bits(model).items())
-    assert load_run(newest_whole(directory), {"critic": model}) == (1, {})
+    assert load_run(newest_complete(directory), {"critic": model}) == (1, {})
     assert model.placed._offload.held == "nothing"
     assert all(torch.equal(before[k], now) for k, now in _bits(model).items())
 

@@ -30,7 +30,7 @@ def test_generation_of_32b(shape):
     # + 2 * 5120 = 121908992; 64 of them, the norm, and 152064 / 4 = 38016 rows twice.
     weights = 2 * (64 * 121_908_992 + 5120 + 2 * 38016 * 5120)
     phase = memory.phase_memory(shape, make_config(), gpu_bytes=GPU_BYTES, pp_rank=0)["generation"]
-    assert phase.sampler_weights == weights == 16_382_928_896
+    assert phase.engine_weights == weights == 16_382_928_896
     # 16384 tokens of 2 * 5120 + 3 * 6912 elements; 256 sequences of 152064 * 24 bytes.
     assert phase.activations == 16384 * 30976 * 2
     assert phase.logits == 934_281_216
@@ -87,7 +87,7 @@ def test_what_is_not_at_work_leaves_the_gpu(shape):
         "sync": (2 * n, 0, 0),
     }
     assert [x for x, p in phases.items() if p.kv_cache] == ["generation"]
-    assert [x for x, p in phases.items() if p.sampler_weights] == ["generation", "sync"]
+    assert [x for x, p in phases.items() if p.engine_weights] == ["generation", "sync"]
     # Two pairs of buckets of 512 MiB.
     assert [p.sync_buckets for p in phases.values()] == [0] * 7 + [2**31]
     for scores in ("logprobs", "reference_logprobs"):
@@ -110,7 +110,7 @@ def test_without_offload_everything_stays(shape):
     phases = memory.phase_memory(shape, config, gpu_bytes=GPU_BYTES, pp_rank=0)
     for name, phase in phases.items():
         assert (phase.parameters, phase.gradients, phase.optimizer) == (4 * n, 8 * n, 6 * n)
-        assert phase.sampler_weights == away["generation"].sampler_weights
+        assert phase.engine_weights == away["generation"].engine_weights
         assert phase.kv_cache == away["generation"].kv_cache > 0
         assert (phase.activations, phase.logits) == (away[name].activations, away[name].logits)
     assert host_bytes_per_node(shape, config, gpus_per_node=8).offloaded == 0
@@ -148,7 +148,7 @@ def test_reserve(shape):
     assert memory.phase_memory(alone, config, gpu_bytes=GPU_BYTES, pp_rank=0)["sync"] == (
         memory.PhaseMemory(
             parameters=model_bytes.state_bytes(alone, config, "actor", pp_rank=0).parameters,
-            sampler_weights=model_bytes.sampler_weight_bytes(alone, config),
+            engine_weights=model_bytes.engine_weight_bytes(alone, config),
             # 1152 and 896, 9728 and 4864 rows or columns of 896.
             reserve=500_000_000 + 2 * 896 * (1152 + 896 + 9728 + 4864),
         )

@@ -124,11 +124,11 @@ def test_sampler_weights_are_those_of_the_resharding_plan(name, tp):
     shape = known_shape(name)
     expected = 0
     for row in table.rows(shape, "actor"):
-        pieces = [p for r in range(tp) for p in vllm_layout.sampler_pieces(row, shape, tp, r)]
+        pieces = [p for r in range(tp) for p in vllm_layout.engine_pieces(row, shape, tp, r)]
         times = shape.num_layers if "{}" in row.hf[0] else 1
         expected += times * sum(p.rows * p.columns for p in pieces)
     padding = -shape.vocab_size % vllm_layout.VLLM_VOCAB_PADDING * shape.hidden_size
     expected += padding * (1 if shape.tied else 2)
     for dtype, size in (("bfloat16", 2), ("float32", 4)):
         config = make_config(1, 1, tp, vllm_tp=tp, rollout={"dtype": dtype})
-        assert tp * model_bytes.sampler_weight_bytes(shape, config) == size * expected
+        assert tp * model_bytes.engine_weight_bytes(shape, config) == size * expected

@@ -9,7 +9,7 @@ from tests.planning.shapes import small_shape
 from vapo_megatron.planning.host_memory import (
     host_bytes,
     host_bytes_per_node,
-    sampler_host_bytes,
+    rollout_host_bytes,
     step_host_bytes,
 )
 
@@ -63,11 +63,11 @@ def test_groups_in_flight_and_steps_ahead_of_rollout_workers(lag):
     for count in (1, 2):
         running = count * 8 * RESPONSE
         ahead = count * TOKEN * (lag + 1) * 8 * RESPONSE
-        assert sampler_host_bytes(SHAPE, plain, count).step == running + ahead
+        assert rollout_host_bytes(SHAPE, plain, count).step == running + ahead
         more = count * TOKEN * 2 * GROUP * RESPONSE
-        assert sampler_host_bytes(SHAPE, carries, count).step == running + ahead + more
+        assert rollout_host_bytes(SHAPE, carries, count).step == running + ahead + more
     nodes = [host_bytes_per_node(SHAPE, c, gpus_per_node=2).step for c in (plain, carries)]
     alone = [step_host_bytes(c, keeps_rollouts=True) for c in (plain, carries)]
     assert alone[0] == alone[1], "trainers have none of them"
-    ours = [sampler_host_bytes(SHAPE, c, 2).step for c in (plain, carries)]
+    ours = [rollout_host_bytes(SHAPE, c, 2).step for c in (plain, carries)]
     assert nodes == [max(own, 2 * alone[0]) for own in ours]

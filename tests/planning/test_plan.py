@@ -40,7 +40,7 @@ from vapo_megatron.planning.ranking import (
     trainer_layouts,
     variants,
     with_parallel,
-    with_sampler,
+    with_rollout,
 )
 from vapo_megatron.planning.workload import workload_of
 from vapo_megatron.rollout.inputs import Inputs
@@ -89,7 +89,7 @@ def test_the_best_of_a_layout_is_the_best_of_all_its_variants(ranking):
     for variant, size, share in itertools.product(
         variants(SMALL_SHAPE, layout, fixed), (1, 4), shares
     ):
-        config = with_sampler(
+        config = with_rollout(
             variant, tensor_model_parallel_size=size, gpu_memory_utilization=share
         )
         phases = peak_memory(SMALL_SHAPE, config, SMALL.gpu_bytes)
@@ -286,7 +286,7 @@ def test_the_reserve_alone_refuses_nothing():
     phases = peak_memory(shape, config, 80 * 10**9)
     name, fullest = max(phases.items(), key=lambda item: item[1].total)
     between = fullest.total - fullest.reserve // 2
-    config = with_sampler(config, kv_cache_bytes=fullest.kv_cache)
+    config = with_rollout(config, kv_cache_bytes=fullest.kv_cache)
     cluster = Cluster(num_gpus=128, gpu_bytes=between)
     phases = peak_memory(shape, config, between)
     assert find_misfit(shape, config, cluster, phases).reason.startswith(name)

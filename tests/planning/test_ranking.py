@@ -63,7 +63,7 @@ def test_what_is_chosen_is_not_searched():
     assert variant.parallel.virtual_pipeline_model_parallel_size == 2
     assert variant.parallel.max_tokens_per_microbatch == 24576
     assert variant.parallel.offload is False
-    assert ranking.sampler_sizes(shape, base(), Fixed(vllm_tp=2), 8) == [2]
+    assert ranking.rollout_tp_sizes(shape, base(), Fixed(vllm_tp=2), 8) == [2]
     chosen = ranking.with_parallel(found[0], offload=True)
     (variant,) = ranking.variants(shape, chosen, fixed._replace(offload=None))
     assert variant.parallel.offload is True, "the configuration's own"
@@ -132,7 +132,7 @@ def test_powers_of_two_within_a_node_are_tried_and_the_help_says_so():
     shape = small_shape(hidden=48, layers=12, heads=12, kv_heads=12, head=4, ffn=96, vocab=64)
     sizes, rejected = layouts(shape, base(12), gpus_per_node=6)
     assert {tp for tp, _ in sizes} == {1, 2, 4} and rejected == {}
-    assert ranking.sampler_sizes(shape, base(12), Fixed(), 6) == [1, 2, 4]
+    assert ranking.rollout_tp_sizes(shape, base(12), Fixed(), 6) == [1, 2, 4]
 
 
 @pytest.mark.parametrize(
@@ -140,15 +140,15 @@ def test_powers_of_two_within_a_node_are_tried_and_the_help_says_so():
     [("Qwen2.5-0.5B", [1, 2]), ("Qwen2.5-7B", [1, 2, 4]), ("Qwen2.5-32B", [1, 2, 4, 8])],
 )
 def test_sizes_of_vllm(name, sizes):
-    assert ranking.sampler_sizes(known_shape(name), base(), Fixed(), 8) == sizes
-    assert ranking.sampler_sizes(known_shape(name), base(), Fixed(), 2) == [1, 2]
+    assert ranking.rollout_tp_sizes(known_shape(name), base(), Fixed(), 8) == sizes
+    assert ranking.rollout_tp_sizes(known_shape(name), base(), Fixed(), 2) == [1, 2]
 
 
 @pytest.mark.parametrize(("name", "chosen"), [("Qwen2.5-32B", 8), ("Qwen2.5-7B", 3)])
 def test_a_size_of_vllm_that_cannot_be(name, chosen):
     # 8 divides 32B's 40 heads, but not 4 GPUs; 3 divides neither 28 heads nor 4.
     with pytest.raises(ConfigError, match=f"size={chosen} must divide parallel.world_size=4 and"):
-        ranking.sampler_sizes(known_shape(name), base(4), Fixed(vllm_tp=chosen), 8)
+        ranking.rollout_tp_sizes(known_shape(name), base(4), Fixed(vllm_tp=chosen), 8)
 
 
 def test_a_number_of_layers_may_be_recomputed_instead_of_all():

@@ -1,4 +1,4 @@
-"""Steps of trainers and samplers side by side, counted by hand."""
+"""Steps of trainers and rollout workers side by side, counted by hand."""
 
 import pytest
 
@@ -15,7 +15,7 @@ from vapo_megatron.planning.schedule import steady_state
         # The sampler is slower: 10 and a pause of 1; the trainers wait for what is left of it.
         ([10], [4], 1, 1, (11, 6, 0)),
         ([10], [4], 1, 3, (11, 6, 0)),
-        # The trainers are slower: 10 and 1; the samplers may not run further ahead.
+        # The trainers are slower: 10 and 1; the rollout workers may not run further ahead.
         ([4], [10], 1, 1, (11, 0, 6)),
         ([4], [10], 1, 2, (11, 0, 6)),
         # A long and a short step, 10 and 2, of training 6. By turns 16 and 8.

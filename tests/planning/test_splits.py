@@ -19,18 +19,18 @@ from vapo_megatron.planning.describe import describe_gain, dry_run_comment, to_p
 from vapo_megatron.planning.generation import generation
 from vapo_megatron.planning.host_memory import (
     host_bytes_per_node,
-    sampler_host_bytes,
+    rollout_host_bytes,
     step_host_bytes,
 )
 from vapo_megatron.planning.misfits import check_fits, find_misfit
-from vapo_megatron.planning.model_bytes import sampler_weight_bytes
+from vapo_megatron.planning.model_bytes import engine_weight_bytes
 from vapo_megatron.planning.plan import make_plan, peak_memory
 from vapo_megatron.planning.ranking import (
     Fixed,
     rank,
     with_largest_share,
     with_parallel,
-    with_sampler,
+    with_rollout,
 )
 from vapo_megatron.planning.roofline import sync_seconds
 from vapo_megatron.planning.splits import rank_splits
@@ -47,10 +47,10 @@ ONE_STEP_OFF = [
 ]
 
 
-def apart(config, samplers, lag=1, **rollout):
-    """The same trainers, and samplers of their own."""
-    fields = {"placement": "disaggregated", "num_processes": samplers, "lag": lag}
-    return with_sampler(config, **fields, **rollout)
+def apart(config, rollout_workers, lag=1, **rollout):
+    """The same trainers, and rollout workers of their own."""
+    fields = {"placement": "disaggregated", "num_processes": rollout_workers, "lag": lag}
+    return with_rollout(config, **fields, **rollout)
 
 
 @pytest.mark.parametrize("offload", [True, False])
@@ -64,15 +64,15 @@ def test_each_side_holds_its_own(offload):
     assert list(sides) == list(together)
     sampling = sides.pop("generation")
     assert sampling.parameters == sampling.gradients == sampling.optimizer == 0
-    weights, buckets = sampler_weight_bytes(SHAPE_32B, colocated), 4 * 2**29
-    assert sampling.sampler_weights == weights and sampling.sync_buckets == buckets
+    weights, buckets = engine_weight_bytes(SHAPE_32B, colocated), 4 * 2**29
+    assert sampling.engine_weights == weights and sampling.sync_buckets == buckets
     assert sampling.kv_cache == together["generation"].kv_cache
     # CUDA, vLLM's graphs, 7 peers; NCCL of all processes, and of vLLM's TP twice.
     least = 500_000_000 + memory.CUDA_GRAPH_BYTES + 7 * memory.NCCL_PEER_BYTES
     assert sampling.reserve == least + 3 * memory.NCCL_COMMUNICATOR_BYTES
     for name, phase in sides.items():
         before = together[name]
-        assert phase.sampler_weights == phase.kv_cache == 0
+        assert phase.engine_weights == phase.kv_cache == 0
         assert phase.optimizer == before.optimizer and phase.activations == before.activations
         saved = memory.CUDA_GRAPH_BYTES + 2 * memory.NCCL_COMMUNICATOR_BYTES
         assert before.reserve - phase.reserve == saved
@@ -95,10 +95,10 @@ def test_what_does_not_fit_names_its_side():
         return misfit and misfit.reason
 
     assert reason(config) is None
-    assert reason(with_sampler(config, gpu_memory_utilization=0.99)).startswith(
+    assert reason(with_rollout(config, gpu_memory_utilization=0.99)).startswith(
         "generation on a rollout worker's GPU needs "
     )
-    assert reason(with_sampler(config, gpu_memory_utilization=0.25)).startswith(
+    assert reason(with_rollout(config, gpu_memory_utilization=0.25)).startswith(
         "generation on a rollout worker's GPU leaves vLLM a KV cache of "
     )
     assert reason(with_parallel(config, max_tokens_per_microbatch=10**6)).startswith(
@@ -158,24 +158,24 @@ def test_host_memory_of_samplers_by_hand():
         make_config(8, 4, 4, rollout=rollout, algorithm=algorithm), 16, lag=2,
         tensor_model_parallel_size=4,
     )  # fmt: skip
-    found = sampler_host_bytes(SHAPE_32B, config, 8)
+    found = rollout_host_bytes(SHAPE_32B, config, 8)
     # 16 responses on each of 4 replicas; 8 at once on each of 8 ranks, 260 bytes a token; two
     # replicas' first ranks keep 3 steps, 12 bytes a token.
     assert found.step == 8 * 8 * 900 * 260 + 2 * 3 * 16 * 900 * 12
-    assert found.staged == 8 * 4 * sampler_weight_bytes(SHAPE_32B, config)
+    assert found.staged == 8 * 4 * engine_weight_bytes(SHAPE_32B, config)
     assert found.offloaded == found.checkpoint == 0
-    assert sampler_host_bytes(SHAPE_32B, apart(config, 16, lag=0), 8).staged == 0
+    assert rollout_host_bytes(SHAPE_32B, apart(config, 16, lag=0), 8).staged == 0
 
 
 def test_host_memory_of_nodes():
     """The node that needs most; a node of both sides has the parts of both."""
     config = apart(make_config(2, 1, 2, offload=True), 4)
     trainers = host_bytes_per_node(SHAPE_32B, config, gpus_per_node=4)
-    samplers = sampler_host_bytes(SHAPE_32B, config, 4)
+    rollout_workers = rollout_host_bytes(SHAPE_32B, config, 4)
     assert trainers.staged == 0 < trainers.offloaded
     shared = host_bytes_per_node(SHAPE_32B, config, gpus_per_node=8)
-    assert shared.staged == samplers.staged and shared.offloaded == trainers.offloaded
-    assert shared.total == trainers.total + samplers.total
+    assert shared.staged == rollout_workers.staged and shared.offloaded == trainers.offloaded
+    assert shared.total == trainers.total + rollout_workers.total
     # One trainer, vLLM on two: no replica fits into the trainers, and none is counted there.
     assert step_host_bytes(apart(make_config(1, 1, 1), 2), keeps_rollouts=True) > 0
     # Many versions outweigh the trainers.
@@ -199,10 +199,10 @@ def test_the_samplers_are_those_that_generate():
     )
 
 
-def test_weights_between_the_sides_by_hand():
-    shard = sampler_weight_bytes(SHAPE, tiny())
-    # One node: 6 samplers receive over NVLink what 2 trainers send, 1 GB/s each. Memory, 1 GB/s:
-    # read and written.
+def test_weights_between_the_worlds_by_hand():
+    shard = engine_weight_bytes(SHAPE, tiny())
+    # One node: 6 rollout workers receive over NVLink what 2 trainers send, 1 GB/s each. Memory,
+    # 1 GB/s: read and written.
     config = apart(tiny(2), 6, lag=0)
     assert sync_seconds(SHAPE, config, ROUND) == pytest.approx((3 + 2) * shard / 1e9)
     # With a lag to host memory, 1 GB/s.
@@ -248,15 +248,15 @@ def test_the_best_split_is_the_best_of_all(searched):
     sampling = [plan.config.rollout.num_processes for plan in searched.plans]
     assert len(set(sampling)) == len(sampling) < 7
     every = {}
-    for samplers in range(1, 8):
-        found = ranked(Fixed(samplers=samplers))
+    for rollout_workers in range(1, 8):
+        found = ranked(Fixed(samplers=rollout_workers))
         for plan in found.plans:
             p, r = plan.config.parallel, plan.config.rollout
-            assert p.world_size + r.num_processes == 8 and r.num_processes == samplers
+            assert p.world_size + r.num_processes == 8 and r.num_processes == rollout_workers
             assert r.num_processes % r.tensor_model_parallel_size == 0
             assert find_misfit(SMALL_SHAPE, plan.config, SMALL, plan.memory) is None
         if found.plans:
-            every[samplers] = found.plans[0].step_seconds
+            every[rollout_workers] = found.plans[0].step_seconds
     assert min(every.values()) == steps[0] and every[sampling[0]] == steps[0]
     assert len(every) > len(sampling)
 
@@ -264,7 +264,7 @@ def test_the_best_split_is_the_best_of_all(searched):
 def test_a_bound_is_below_what_it_bounds(searched):
     """Without it the search would be no faster: it leaves out what cannot win."""
     for plan in searched.plans:
-        chosen = splits._Samplers(plan.config, plan.generation.seconds)
+        chosen = splits._RolloutWorkers(plan.config, plan.generation.seconds)
         assert splits._at_least(SMALL_SHAPE, chosen, SMALL, plan.workload) < plan.step_seconds
 
 

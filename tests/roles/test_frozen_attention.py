@@ -15,7 +15,7 @@ from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.parallel import groups
 from vapo_megatron.parallel.minibatches import packed_multiple
 from vapo_megatron.roles.critic import Critic
-from vapo_megatron.run.checkpoint.files import newest_whole
+from vapo_megatron.run.checkpoint.files import newest_complete
 from vapo_megatron.run.checkpoint.load import load_run
 from vapo_megatron.run.checkpoint.writer import CheckpointWriter
 from vapo_megatron.weights.gather import full_gradients
@@ -89,7 +89,7 @@ def learn(hf, root, layout, dtype):
     again.placed.close()
     again = build(hf, layout, dtype, freeze=True)
     again.placed.offload()
-    assert load_run(newest_whole(root), {"critic": again.trained}) == (1, {})
+    assert load_run(newest_complete(root), {"critic": again.trained}) == (1, {})
     with again.placed.held("training"):
         resumed = [again.update([mini_batch_of(again)]) for _ in range(UPDATES - 1)]
         assert resumed == metrics[1:]

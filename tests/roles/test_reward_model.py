@@ -22,7 +22,7 @@ def scores(path, parallel):
     from vapo_megatron.data.batch import StepSummary
     from vapo_megatron.data.rollout import STATUSES
     from vapo_megatron.models.hf_config import read_model_shape
-    from vapo_megatron.models.partition import cut_of
+    from vapo_megatron.models.partition import microbatch_options
     from vapo_megatron.parallel import groups
     from vapo_megatron.parallel.minibatches import make_microbatches
     from vapo_megatron.roles.reward_model import RewardModel
@@ -32,7 +32,7 @@ def scores(path, parallel):
     )
     place = groups.initialize(config.parallel)
     model = RewardModel(read_model_shape(path), config, place)
-    cut = cut_of(config.model, config.parallel, place)
+    cut = microbatch_options(config.model, config.parallel, place)
     whole = batch()
     # The last sequence as a prompt alone.
     empty = whole.narrow(3, 1).replace(

@@ -292,7 +292,7 @@ def unequal(sizes, kinds):
         some = [made.pop(0) for _ in range(count)]
         starts = firsts(list(map(len, some)))
         scored = [
-            ScoredRollout(answered(Rollout.begun(prompt, j, first + j, 0), [4]), "", status, 0.0)
+            ScoredRollout(answered(Rollout.empty(prompt, j, first + j, 0), [4]), "", status, 0.0)
             for first, group in zip(starts, some)
             for j, (prompt, status) in enumerate(group)
         ]

@@ -51,13 +51,13 @@ def test_a_prompt_begins_once(tmp_path):
     assert text == "<|bos|>" + WRITTEN and tokenizer.decode(tokenizer.encode(text)) != text
     data = dataset_of(tokenizer, text, WRITTEN, "<|bos|>" + text, "<|bos|>")
     decoded = [tokenizer.decode(data.tokens(i)) for i in range(4)]
-    assert decoded == [text, text, text, "<|bos|>"] and data.begun_twice == 3
+    assert decoded == [text, text, text, "<|bos|>"] and data.num_double_begin == 3
 
 
 def test_a_begin_token_that_encoding_does_not_add_is_kept_once(tmp_path):
     tokenizer = load_tokenizer(write_chat_tokenizer(tmp_path, bos_token="<|bos|>"))
     data = dataset_of(tokenizer, "<|bos|><|bos|>1", "<|bos|>1", "11", begin=begin_of(tokenizer))
     assert [tokenizer.decode(data.tokens(i)) for i in range(3)] == ["<|bos|>1", "<|bos|>1", "11"]
-    assert data.begun_twice == 1
+    assert data.num_double_begin == 1
     plain = load_tokenizer(write_chat_tokenizer(tmp_path / "b"))
     assert begin_of(plain) == [] and len(dataset_of(plain, "11").tokens(0)) == 2

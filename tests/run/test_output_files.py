@@ -60,7 +60,7 @@ def write(run_dir):
     groups_of = {0: (1, 3), 1: (0, 2)}[place.rank]
     mine = [s for s in rollouts() if s.rollout.position // GROUP_SIZE in groups_of]
     summary, found, shown = gather_summary(mine, len(rollouts())), [], []
-    source = SimpleNamespace(decode=None, shown_rank=0, shown=lambda scored: scored)
+    source = SimpleNamespace(decode=None, recorded_rank=0, recorded=lambda scored: scored)
 
     def opened(start, **how):
         with mock.patch.object(run_output, "PeakMemory", Memory):

@@ -47,7 +47,7 @@ def on_rank(shares, algorithm, limit):
     from vapo_megatron.config import AlgorithmConfig, ParallelConfig
     from vapo_megatron.parallel import groups
     from vapo_megatron.roles.advantages import with_advantages
-    from vapo_megatron.run.step_metrics import sampler_difference, step_metrics
+    from vapo_megatron.run.step_metrics import logprob_difference, step_metrics
 
     place = groups.initialize(ParallelConfig(world_size=dist.get_world_size()))
     config = AlgorithmConfig(**algorithm)
@@ -65,7 +65,7 @@ def on_rank(shares, algorithm, limit):
     entropy = torch.full_like(batch.values, 0.25)
     metrics = step_metrics(summary, batch, entropy, config, place)
     try:
-        metrics |= sampler_difference(batch, limit, place, is_stale=True)
+        metrics |= logprob_difference(batch, limit, place, is_stale=True)
     except LogprobsDiffer as error:
         metrics["refused"] = str(error)
     return batch.advantages, batch.returns, metrics

@@ -11,7 +11,7 @@ import torch
 
 from vapo_megatron.data.batch import RolloutBatch, StepSummary
 from vapo_megatron.data.rollout import Prompt, Rollout, ScoredRollout
-from vapo_megatron.run.token_records import gather_shown, group_records, kept, token_pieces
+from vapo_megatron.run.token_records import gather_token_data, group_records, kept, token_pieces
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM, SHOWN = 9, [1, 4, 6]
@@ -49,7 +49,7 @@ def gathered(tp_size: int, dp_size: int, has_critic: bool = True):
     )  # fmt: skip
     everyone = torch.tensor([length(p) for p in range(NUM)])
     summary = StepSummary(*[everyone] * 8)
-    return gather_shown(batch, rows[2], SHOWN, summary, place)
+    return gather_token_data(batch, rows[2], SHOWN, summary, place)
 
 
 @pytest.mark.parametrize("tp_size,dp_size", [(1, 1), (1, 2), (2, 2)])

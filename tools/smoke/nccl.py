@@ -78,9 +78,9 @@ def _rows(sizes: Sizes, directory: Path) -> Iterator[Row]:
     if missing_vllm():
         yield skipped("nccl", f"sync between layouts: {missing_vllm()}")
         return
-    for sampler_tp in (1, TP_SIZE):
+    for rollout_tp in (1, TP_SIZE):
         restart()
-        yield from synced(sizes, directory, sampler_tp)
+        yield from synced(sizes, directory, rollout_tp)
 
 
 def restart() -> None:
@@ -204,26 +204,26 @@ def update(
     ]
 
 
-def synced(sizes: Sizes, directory: Path, sampler_tp: int) -> Iterator[Row]:
+def synced(sizes: Sizes, directory: Path, rollout_tp: int) -> Iterator[Row]:
     """Send the weights of every layout to vLLM, and sample from each."""
     load = sizes.sampler._replace(shape=sizes.parity_shape)
     world_size = dist.get_world_size()
     hf_path = directory / "actor"
-    config = sampling_config(load, hf_path, world_size=world_size, sampler_tp=sampler_tp)
+    config = sampling_config(load, hf_path, world_size=world_size, rollout_tp=rollout_tp)
     # A graph that is captured takes as long as all else here.
     eager = config.rollout.model_copy(update={"enforce_eager": True})
     engine = build_engine(config.model_copy(update={"rollout": eager}), sizes.parity_shape)
     engine.sleep()
     for version, layout in enumerate(layouts(world_size)):
         spoil(engine)
-        config = sampling_config(load, hf_path, sampler_tp=sampler_tp, **layout)
+        config = sampling_config(load, hf_path, rollout_tp=rollout_tp, **layout)
         actor = build_role("actor", sizes.parity_shape, config)
         assert isinstance(actor, Actor)
         sync = WeightSync(actor.shape, groups.current(), config.model, config.rollout, engine)
         sync.publish(actor.placed.chunks, version)
         rollouts = sum(gathered(sample(engine, load, version)), [])
         rollouts = list({r.position: r for r in rollouts}.values())
-        case = f"sync of {title(layout)} to {world_size // sampler_tp} x TP {sampler_tp}"
+        case = f"sync of {title(layout)} to {world_size // rollout_tp} x TP {rollout_tp}"
         yield against_trainer("nccl", case, actor, rollouts)
         engine.sleep()
     groups.destroy()

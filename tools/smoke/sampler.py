@@ -35,7 +35,7 @@ from tools.smoke.models import (
 )
 from tools.smoke.parity import cuts, output_error, rounding_bound
 from tools.smoke.report import Row, judged, skipped
-from tools.smoke.sizes import SamplerLoad, Sizes
+from tools.smoke.sizes import EngineLoad, Sizes
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.data.rollout import Prompt, Rollout
 from vapo_megatron.models.hf_config import ModelShape
@@ -99,9 +99,9 @@ def sampler(sizes: Sizes, directory: Path) -> Iterator[Row]:
     engine.shutdown()
 
 
-def sampling_config(load: SamplerLoad, hf_path: Path, **parallel: Any) -> VapoConfig:
+def sampling_config(load: EngineLoad, hf_path: Path, **parallel: Any) -> VapoConfig:
     """Return a configuration that verifies every sync by checksums. parallel: its fields."""
-    tp_size = parallel.pop("sampler_tp", 1)
+    tp_size = parallel.pop("rollout_tp", 1)
     return make_config(
         "bfloat16", hf_path=str(hf_path), parallel=parallel,
         rollout={
@@ -122,7 +122,7 @@ def build_engine(config: VapoConfig, shape: ModelShape) -> RolloutEngine:
     )  # fmt: skip
 
 
-def sample(engine: RolloutEngine, load: SamplerLoad, version: int) -> list[Rollout]:
+def sample(engine: RolloutEngine, load: EngineLoad, version: int) -> list[Rollout]:
     """Sample this replica's share of random prompts, the same in every call, at temperature 1."""
     prompts = []
     for index in range(load.num_responses):
@@ -200,7 +200,7 @@ def _built(config: VapoConfig, shape: ModelShape) -> tuple[RolloutEngine, Row]:
     return engine, Row("sampler", "vLLM starts", measured, limit, graphs > 0 or not on_gpu, figures)
 
 
-def _asleep(engine: RolloutEngine, load: SamplerLoad, before: int) -> Row:
+def _asleep(engine: RolloutEngine, load: EngineLoad, before: int) -> Row:
     """Put the engine to sleep: its weights and cache must leave the GPU."""
     weights = sum(weight.tensor.nbytes for weight in engine.live_weights().values())
     awake = used_bytes()
@@ -218,7 +218,7 @@ def _asleep(engine: RolloutEngine, load: SamplerLoad, before: int) -> Row:
     return Row("sampler", "sleep level 2", measured, limit, awake - left >= wanted, figures)
 
 
-def _timed_row(engine: RolloutEngine, load: SamplerLoad, share: float) -> Row:
+def _timed_row(engine: RolloutEngine, load: EngineLoad, share: float) -> Row:
     """Time a third call with the same weights."""
     start = time.perf_counter()
     rollouts = sample(engine, load, 0)

@@ -44,7 +44,7 @@ class Load(NamedTuple):
         return [(self.prompt_tokens, round(step * (i + 1))) for i in range(self.num_responses)]
 
 
-class SamplerLoad(NamedTuple):
+class EngineLoad(NamedTuple):
     """What vLLM is asked for: responses that no token ends."""
 
     shape: ModelShape
@@ -77,7 +77,7 @@ class Sizes(NamedTuple):
     logprobs: tuple[int, int, int]
     """Tokens, vocabulary, hidden size."""
     load: Load
-    sampler: SamplerLoad
+    sampler: EngineLoad
     step: StepLoad
     all_reduce_elements: int
     shrink: dict[str, Any]
@@ -121,7 +121,7 @@ FULL = Sizes(
         num_responses=24, prompt_tokens=256, longest_response=4096,
         tokens_per_microbatch=8192, num_updates=2,
     ),
-    sampler=SamplerLoad(
+    sampler=EngineLoad(
         known_shape("Qwen2.5-0.5B"), num_responses=64, prompt_tokens=200, response_tokens=256,
         kv_cache_bytes=4 << 30,
     ),
@@ -154,7 +154,7 @@ SMALL = Sizes(
         num_responses=6, prompt_tokens=8, longest_response=48,
         tokens_per_microbatch=96, num_updates=1,
     ),
-    sampler=SamplerLoad(
+    sampler=EngineLoad(
         _SMALL_SHAPE, num_responses=16, prompt_tokens=40, response_tokens=24,
         kv_cache_bytes=32 << 20,
     ),

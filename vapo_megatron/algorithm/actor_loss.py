@@ -125,6 +125,7 @@ def actor_loss(
         max_response_tokens=settings.max_response_tokens,
     )
     of_policy = {"num_tokens": count, "num_trained_tokens": counts.policy_tokens}
+    # The ratio is to old_logprobs or, for DIS and DPPO, to rollout_logprobs.
     chosen = POLICY_LOSSES[settings.policy_loss]
     policy_loss, metrics = chosen.function(
         logprobs,

@@ -79,17 +79,21 @@ def excess(mean: float, high_fraction: float, limits: Limits) -> str | None:
     return None
 
 
-def far_maximum(metrics: Mapping[str, float], dtype: str, sampler_limit: float | None) -> str:
+def far_maximum(
+    metrics: Mapping[str, float], dtype: str, max_logprob_difference: float | None
+) -> str:
     """Say which maximum is far above what is allowed on most tokens; "" if none is.
 
     Args:
         metrics: of a step.
         dtype: model.dtype.
-        sampler_limit: rollout.max_logprob_difference.
+        max_logprob_difference: rollout.max_logprob_difference.
     """
     limits = {
         "actor/first_ratio_diff_max": 10 * RATIO_LIMITS[dtype].high,
-        "rollout/logprob_diff_max": 10 * sampler_limit if sampler_limit else math.inf,
+        "rollout/logprob_diff_max": 10 * max_logprob_difference
+        if max_logprob_difference
+        else math.inf,
     }
     far = [f"{name} {metrics[name]:.3g}" for name, limit in limits.items()
            if metrics.get(name, 0) > limit]  # fmt: skip

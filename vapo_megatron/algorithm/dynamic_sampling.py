@@ -50,6 +50,7 @@ def select_groups(
     kept = mixed.nonzero().squeeze(1)[:num_groups]
     missing = num_groups - kept.numel()
     others = (~mixed).nonzero().squeeze(1)[:missing]
+    # In sampling order, so that which groups fill up does not change positions.
     return torch.cat([kept, others]).sort().values, missing
 
 

@@ -80,12 +80,14 @@ def decoupled_gae(
     _require_shapes(token_rewards, values, cu_seqlens)
     num_responses = cu_seqlens.numel() - 1
     actor = _checked_lambda("lambda_actor", lambda_actor, num_responses)
+    # Equal lambdas need one scan instead of two.
     same = lambda_critic is lambda_actor
     critic = actor if same else _checked_lambda("lambda_critic", lambda_critic, num_responses)
     same = same or (isinstance(actor, float) and isinstance(critic, float) and actor == critic)
     _require_fraction("gamma", gamma)
 
     dtype = torch.promote_types(token_rewards.dtype, values.dtype)
+    # The value targets use lambda_critic (1.0 in VAPO), the advantages lambda_actor.
     returns = _lambda_returns(token_rewards, values, cu_seqlens, critic, gamma)
     if same:
         advantages = returns.sub(values)

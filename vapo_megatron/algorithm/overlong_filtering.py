@@ -34,5 +34,5 @@ def without_truncated(loss_mask: Tensor, truncated: Tensor, cu_seqlens: Tensor) 
             f"truncated: shape {tuple(truncated.shape)}, dtype {truncated.dtype}; must be (B,) = "
             f"({cu_seqlens.numel() - 1},) bool"
         )
-    whole = ~truncated.repeat_interleave(cu_seqlens.diff().long(), output_size=loss_mask.numel())
-    return loss_mask * whole
+    finished = ~truncated.repeat_interleave(cu_seqlens.diff().long(), output_size=loss_mask.numel())
+    return loss_mask * finished

@@ -85,6 +85,7 @@ def value_loss(
                 f"value_loss with clip={clip} needs old_values; pass them or clip=None"
             )
         near_old = old_values + (values - old_values).clamp(-clip, clip)
+        # PPO's pessimistic clip: the larger of both errors.
         held = keep(near_old - returns, loss_mask).square()
         clipped = (held > squared).to(error.dtype)
         squared = torch.maximum(squared, held)

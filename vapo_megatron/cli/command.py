@@ -80,6 +80,7 @@ def run(
         if isinstance(error, (UserError, OSError)):
             report(f"{command}: {error}", 2)
             return 2
+        # Python prints the traceback by itself; under torchrun it must reach the error file.
         if not under_torchrun() or isinstance(error, SystemExit):
             raise
         report(f"{command}: {type(error).__name__}: {error}", 1, traceback.format_exc())

@@ -9,8 +9,8 @@ Layouts that fit are ranked by seconds per step. The best one is shown in detail
 into a configuration. Nothing is measured: bytes and seconds follow from the model's sizes and the
 GPU's data sheet. The exit code is 2 if nothing fits.
 
-With --placement disaggregated the split of the GPUs into trainers and samplers is searched too, and
-the best is compared with the best colocated plan.
+With --placement disaggregated the search also covers the split of the GPUs into trainers and
+rollout workers, and the best plan is compared with the best colocated one.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def plan(options: argparse.Namespace) -> tuple[str, str | None]:
         for one in ranking.plans[: options.details]
     ]
     best = ranking.plans[0]
-    if best.config.rollout.is_apart or best.config.rollout.carry_over_groups:
+    if best.config.rollout.is_disaggregated or best.config.rollout.carry_over_groups:
         shown.append(describe.describe_gain(best, best_colocated(options, shape, best)))
     pasted = "to paste:\n" + describe.to_paste(best.config).rstrip()
     return "\n\n".join([job, table, *shown, pasted, describe.NOT_MODELLED]), None
@@ -101,7 +101,7 @@ def best_colocated(options: argparse.Namespace, shape: ModelShape, apart: Plan) 
     fixed = fixed_settings(options)._replace(samplers=None)
     try:
         plans = rank(shape, base, apart.cluster, apart.workload, fixed).plans
-    except ConfigError:  # a size of vLLM that divides the samplers, but not all GPUs
+    except ConfigError:  # a size of vLLM that divides the rollout workers, but not all GPUs
         return None
     return plans[0] if plans else None
 
@@ -116,7 +116,7 @@ def ranked(options: argparse.Namespace) -> tuple[ModelShape, Cluster, Workload, 
         prompt_tokens=options.prompt,
         spread=options.spread,
     )
-    search = rank_splits if base.rollout.is_apart else rank
+    search = rank_splits if base.rollout.is_disaggregated else rank
     return shape, cluster, workload, search(shape, base, cluster, workload, fixed_settings(options))
 
 
@@ -229,6 +229,7 @@ def reshard(options: argparse.Namespace) -> str:
             f"--nodes={options.nodes} * --gpus-per-node={options.gpus_per_node} must be a multiple "
             f"of --tp={options.tp} * --pp={options.pp}; change one of them"
         )
+
     dp_size = parallel.data_parallel_size
     trainer = layout_of(shape, parallel)
     cluster = Cluster(
@@ -237,6 +238,8 @@ def reshard(options: argparse.Namespace) -> str:
         nvlink_gb_per_second=options.nvlink,
         network_gb_per_second=options.network,
     ).at_peak()
+
+    # Planning is timed, because every rank of a run does it at start.
     started = time.perf_counter()
     plans = [
         make_plan(shape, trainer, options.vllm_tp, gpus_per_node=options.gpus_per_node, relay=relay)

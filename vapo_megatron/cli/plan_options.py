@@ -190,7 +190,7 @@ def add_layout(group: argparse._ArgumentGroup) -> None:
 def add_placement(group: argparse._ArgumentGroup) -> None:
     """Add which GPUs sample, and with how old weights."""
     group.add_argument("--placement", choices=PLACEMENTS, help="where vLLM runs: rollout.placement")
-    add_values(group, natural, "L", ("--lag", None, "steps that samplers may be ahead"))
+    add_values(group, natural, "L", ("--lag", None, "steps that rollout workers may be ahead"))
     add_values(
         group, natural, "E",
         ("--carry-over", None, "groups in flight beyond a step's: rollout.carry_over_groups"),

@@ -61,7 +61,7 @@ def check_run(config: VapoConfig, replay: Path | None, *, all_answers: bool = Fa
 
 def check_rank(config: VapoConfig, replay: Path | None) -> Inputs:
     """Check what every rank of a run checks again, and return what was read. Raises UserError."""
-    if replay is not None and config.rollout.is_apart:
+    if replay is not None and config.rollout.is_disaggregated:
         raise ConfigError(
             f"--replay {replay} samples nothing and needs rollout.placement=colocated, found "
             "disaggregated; set rollout.placement=colocated rollout.num_processes=0 rollout.lag=0"
@@ -99,6 +99,7 @@ def check_inputs(config: VapoConfig, replay: Path | None) -> Inputs:
     """
     from vapo_megatron.planning.disk import check_disk
 
+    # Cheapest first, so that most mistakes are reported within a second.
     check_wandb(config.logging)
     require_paths(config, replay)
     check_not_in_use(Path(config.logging.run_dir))
@@ -184,6 +185,7 @@ def check_answers(config: VapoConfig, inputs: Inputs, *, all_answers: bool = Tru
                 continue
             rows = range(len(dataset.rows))
             with ProgressBar("ground truths") as bar:
+                # The ranks check all rows later, in shares; a few rows catch a wrong column now.
                 looked_at = rows if all_answers else rows[:_FIRST_ANSWERS]
                 chosen, bad = examine(verifiers, dataset, looked_at, refusal, bar.show)
             if all_answers:
@@ -226,6 +228,7 @@ def require_paths(config: VapoConfig, replay: Path | None, *, writes: bool = Tru
         optional["evaluation.path"] = config.evaluation.path
     else:
         required["--replay"] = replay
+        # --replay names a run directory or one of its dumps.
         dumps = [(replay / "replay").resolve(), replay.resolve()]
         written = [Path(run_dir, name).resolve() for name in ("replay", "skipped")]
         if writes and any(path in dumps for path in written):
@@ -233,6 +236,7 @@ def require_paths(config: VapoConfig, replay: Path | None, *, writes: bool = Tru
                 f"logging.run_dir={run_dir} is the run that is replayed, which would be written "
                 "over; set logging.run_dir to another directory"
             )
+
     for name, path in required.items():
         if path is None:
             raise ConfigError(f"{name} is required; set {name}=PATH")

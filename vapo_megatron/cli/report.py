@@ -3,7 +3,7 @@
   vapo report RUN                                   writes RUN/report.html
   vapo report RUN RUN [RUN ...] [--by-arm]          writes comparison.html beside the runs
 
-The pages load nothing from elsewhere. A run may still be going on.
+The pages are self-contained. The run may still be in progress.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks the checkpoint that a run resumes from, or whose critic it takes, before it starts."""
+"""Checks before the start: the checkpoint to resume from, or to take a critic from."""
 
 from __future__ import annotations
 
@@ -37,6 +37,8 @@ def check_checkpoint(config: VapoConfig, shape: ModelShape) -> None:
     if (state := own_state(config)) is not None:
         check_roles(found[0], state["num_updates"], roles)
         check_value_range(state, config.algorithm, field=f"{field} ({found[0].name})")
+
+    # A run's own checkpoint takes precedence over model.critic_checkpoint.
     if not found and path is not None:
         field, remedy, roles = f"model.critic_checkpoint={path}", "critic_checkpoint", ("critic",)
         with_optimizer, other = config.model.critic_checkpoint_optimizer, CRITIC_REMEDY
@@ -48,6 +50,7 @@ def check_checkpoint(config: VapoConfig, shape: ModelShape) -> None:
             )
         if (state := _state(found)) is not None:
             check_value_range(state, config.algorithm, field=field)
+
     for role in roles:
         if not found or not _is_intact(found[0], f"{role}/.metadata"):
             continue

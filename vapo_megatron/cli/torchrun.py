@@ -1,8 +1,8 @@
-"""torchrun as our commands start it: its agent, and at the end the first failure's own words.
+"""Runs torchrun's agent, and reports the first failing worker's error when all have ended.
 
-torchrun itself ends with a report of 25 lines and more that says nothing of the error. Here torch's
-agent runs with its own loggers off, the workers leave their last words in torch's error files
-(errors.report), and those of the first that failed are printed once all have ended.
+torchrun's own report is 25 lines and more without the error itself. Here the agent's loggers are
+off, workers write their error to torch's error files (errors.report), and the first failure's is
+printed once all have ended.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def torchrun_command(
     environment: Mapping[str, str],
     world_size: int,
     worker: Sequence[str],
-    num_samplers: int = 0,
+    num_rollout_workers: int = 0,
 ) -> list[str]:
     """Return the torchrun command line that the usual cluster variables describe.
 
@@ -56,7 +56,7 @@ def torchrun_command(
             processes after a failure.
         world_size: number of processes on all nodes.
         worker: script or `-m module`, and its arguments.
-        num_samplers: how many of them are rollout.num_processes.
+        num_rollout_workers: how many of them are rollout.num_processes.
 
     Raises:
         ConfigError: a variable is missing or not a number, or their product is not world_size.
@@ -64,12 +64,12 @@ def torchrun_command(
     num_nodes = _number(environment, "NNODES", 1, least=1)
     per_node = _number(environment, "NPROC_PER_NODE", min(GPUS_PER_NODE, world_size), least=1)
     if num_nodes * per_node != world_size:
-        sampling = f" + rollout.num_processes={num_samplers}" if num_samplers else ""
+        sampling = f" + rollout.num_processes={num_rollout_workers}" if num_rollout_workers else ""
         raise ConfigError(
-            f"parallel.world_size={world_size - num_samplers}{sampling} must be "
+            f"parallel.world_size={world_size - num_rollout_workers}{sampling} must be "
             f"NNODES({num_nodes}) * NPROC_PER_NODE({per_node}) = {num_nodes * per_node}; set the "
-            f"variables, or parallel.world_size={num_nodes * per_node - num_samplers} with a "
-            "layout that fits it"
+            f"variables, or parallel.world_size={num_nodes * per_node - num_rollout_workers} with "
+            "a layout that fits it"
         )
     missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if not environment.get(name)]
     if num_nodes > 1 and missing:
@@ -77,12 +77,14 @@ def torchrun_command(
             f"NNODES={num_nodes} needs {' and '.join(missing)}: set NODE_RANK to 0, 1, ... on each "
             "node and MASTER_ADDR to the first node's address on all, or start torchrun yourself"
         )
+
     node_rank = _number(environment, "NODE_RANK", 0, least=0)
     if node_rank >= num_nodes:
         raise ConfigError(
             f"NODE_RANK={node_rank} must be less than NNODES={num_nodes}; nodes count from 0"
         )
     port = 29500 if num_nodes > 1 else _free_port()
+    # torchrun wants its own -m before `--`.
     module_flag = ["-m"] if worker[0] == "-m" else []
     return [
         *(sys.executable, "-m", MODULE),
@@ -165,8 +167,10 @@ def _run_agent(arguments: Sequence[str], logs: str) -> dict[int, ProcessFailure]
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import elastic_launch
 
+    # Read when torch was loaded; workers would inherit it.
     if cpp_logs is None:
         del os.environ[_CPP_LOGS]
+
     options = run.parse_args([f"--log-dir={logs}", *arguments])
     config, command, command_arguments = run.config_from_args(options)
     place = f"MASTER_ADDR={options.master_addr} and MASTER_PORT={options.master_port}"

@@ -131,7 +131,7 @@ def _dry_run(config: VapoConfig, replay: Path | None) -> None:
 
 
 def tell_advice(config: VapoConfig) -> None:
-    """Print on standard error what is allowed, but likely not meant."""
+    """Warn on standard error about settings that are valid but probably mistakes."""
     for line in advice(config):
         tell(f"warning: {line}")
 
@@ -149,14 +149,17 @@ def _train(config: VapoConfig, replay: Path | None) -> int:
         tell_advice(config)
     try:
         # Heavy imports come after the checks, so that a mistake is reported at once.
-        if config.rollout.is_apart and int(os.environ["RANK"]) >= config.parallel.world_size:
-            from vapo_megatron.planning.host_memory import sampler_host_bytes
+        if (
+            config.rollout.is_disaggregated
+            and int(os.environ["RANK"]) >= config.parallel.world_size
+        ):
+            from vapo_megatron.planning.host_memory import rollout_host_bytes
             from vapo_megatron.rollout.disaggregated.server import Server
 
             sections = {name: getattr(config, name) for name in SERVED}
-            needed = sampler_host_bytes(inputs.shape, config, 1)
-            with Server(inputs, needed.by_purpose, seed=config.seed, **sections) as sampler:
-                sampler.serve()
+            needed = rollout_host_bytes(inputs.shape, config, 1)
+            with Server(inputs, needed.by_purpose, seed=config.seed, **sections) as server:
+                server.serve()
         else:
             from vapo_megatron.training.loop import VapoTrainer
 

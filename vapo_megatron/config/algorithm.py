@@ -77,7 +77,7 @@ class AlgorithmConfig(Section):
     policy_loss: Literal["ppo_clip", "dis", "dppo_tv"] = _field(
         "ppo_clip",
         "ppo_clip: clipped ratio to the policy before the step; dis, dppo_tv: ratio to the "
-        "sampler, tokens dropped by their ratio (SAO) or by how far their probability moved "
+        "engine, tokens dropped by their ratio (SAO) or by how far their probability moved "
         "(DPPO).",
     )
     clip_low: float = _field(
@@ -97,7 +97,7 @@ class AlgorithmConfig(Section):
     )
     dppo_max_difference: float = _field(
         0.15,
-        "dppo_tv drops tokens whose probability moved further than this from the sampler's, "
+        "dppo_tv drops tokens whose probability moved further than this from the engine's, "
         "towards their advantage.",
         "delta",
         gt=0,

@@ -147,7 +147,7 @@ METRICS: dict[str, Metric] = {
     "actor/entropy": Metric("nat", "Mean entropy of the policy over response tokens."),
     "actor/approx_kl": Metric(
         "nat",
-        "Mean of ratio - 1 - log(ratio): KL to the old policy (dis, dppo_tv: the sampler).",
+        "Mean of ratio - 1 - log(ratio): KL to the old policy (dis, dppo_tv: the engine).",
     ),
     "actor/clip_fraction_low": Metric(
         "", "Fraction of tokens with no gradient: lower clip; with dis and dppo_tv: dropped."
@@ -223,7 +223,8 @@ METRICS: dict[str, Metric] = {
         "s", "Disaggregated: time that the trainers waited for the step's responses."
     ),
     "time/sampler_idle_seconds": Metric(
-        "s", "Disaggregated: time that the first sampler had nothing to do since the latest step."
+        "s",
+        "Disaggregated: idle time of the first rollout worker since the latest step.",
     ),
 }
 """Every metric; K stands for a number, * for one of phases.TIMED, NAME for a LABEL."""

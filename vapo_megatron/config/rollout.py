@@ -21,7 +21,7 @@ class RolloutConfig(Section):
     lag: int = _field(
         0,
         "Step k trains on responses that the weights of step k - lag sampled; above 0 the "
-        "samplers sample while the trainers train.",
+        "rollout workers sample while the trainers train.",
         ge=0,
     )
     carry_over_groups: int = _field(
@@ -38,7 +38,7 @@ class RolloutConfig(Section):
     )
     behaviour: Literal["recomputed", "sampler"] = _field(
         "recomputed",
-        "Old log-probabilities of the ratio: the trainer's before the update, or the sampler's.",
+        "Old log-probabilities of the ratio: the trainer's before the update, or the engine's.",
     )
     tensor_model_parallel_size: int = _field(
         1, "Ranks per inference engine; the processes that sample make up that many engines.", ge=1
@@ -109,7 +109,7 @@ class RolloutConfig(Section):
     )
 
     @property
-    def is_apart(self) -> bool:
+    def is_disaggregated(self) -> bool:
         """Whether processes of their own sample."""
         return self.placement == "disaggregated"
 

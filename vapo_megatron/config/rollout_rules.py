@@ -14,8 +14,8 @@ def behaviour_rule(c: VapoConfig) -> str | None:
     if c.rollout.behaviour == "sampler" and correction != "none":
         return (
             "rollout.behaviour=sampler must not be combined with algorithm.sampler_correction="
-            f"{correction}, which corrects the ratio to the sampler that behaviour=sampler takes "
-            "already; set sampler_correction=none, or behaviour=recomputed"
+            f"{correction}, which corrects the ratio to the engine that behaviour=sampler already "
+            "uses; set sampler_correction=none, or behaviour=recomputed"
         )
     return None
 
@@ -23,7 +23,7 @@ def behaviour_rule(c: VapoConfig) -> str | None:
 def placement_rule(c: VapoConfig) -> str | None:
     """In which processes vLLM runs."""
     r = c.rollout
-    if not r.is_apart:
+    if not r.is_disaggregated:
         for name in ("num_processes", "lag"):
             if value := getattr(r, name):
                 return (
@@ -36,13 +36,13 @@ def placement_rule(c: VapoConfig) -> str | None:
             "rollout.placement=disaggregated needs rollout.num_processes of at least 1, found 0; "
             "set how many processes sample, or placement=colocated"
         )
-    field, who = "rollout.placement=disaggregated", "samplers keep responses"
+    field, who = "rollout.placement=disaggregated", "rollout workers keep responses"
     if mistake := _late_verdicts(c, field, who, "placement=colocated"):
         return mistake
     if r.lag and r.max_logprob_difference is not None:
         return (
             f"rollout.lag={r.lag} must not be combined with rollout.max_logprob_difference="
-            f"{r.max_logprob_difference:g}: with a lag the sampler's weights are older, so its "
+            f"{r.max_logprob_difference:g}: with a lag the engine's weights are older, so its "
             "log-probabilities differ by more than rounding; set max_logprob_difference=null"
         )
     return None

@@ -57,8 +57,8 @@ def _layout_rule(c: VapoConfig) -> str | None:
             "overlap_grad_reduce=true; set them, or overlap_param_gather=false"
         )
     return _divides(
-        "rollout.num_processes" if c.rollout.is_apart else "parallel.world_size",
-        c.rollout.num_processes if c.rollout.is_apart else p.world_size,
+        "rollout.num_processes" if c.rollout.is_disaggregated else "parallel.world_size",
+        c.rollout.num_processes if c.rollout.is_disaggregated else p.world_size,
         "rollout.tensor_model_parallel_size", c.rollout.tensor_model_parallel_size,
     )  # fmt: skip
 
@@ -309,7 +309,7 @@ def _policy_loss_rule(c: VapoConfig) -> str | None:
         return None
     return (
         f"algorithm.sampler_correction={a.sampler_correction} must be none with "
-        f"algorithm.policy_loss={a.policy_loss}, whose ratio is to the sampler already; set it, or "
+        f"algorithm.policy_loss={a.policy_loss}, whose ratio is to the engine already; set it, or "
         "policy_loss=ppo_clip"
     )
 

@@ -79,7 +79,7 @@ def advice(c: VapoConfig) -> list[str]:
     if r.kv_cache_dtype == "auto" or corrected or a.policy_loss != "ppo_clip":
         return []
     return [
-        f"rollout.kv_cache_dtype={r.kv_cache_dtype} moves the sampler away from the trainer, and "
+        f"rollout.kv_cache_dtype={r.kv_cache_dtype} moves the engine away from the trainer, and "
         "algorithm.sampler_correction=none trains as if it had not; set sampler_correction=tis"
     ]
 

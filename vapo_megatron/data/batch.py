@@ -270,7 +270,7 @@ class RolloutBatch:
             tokens=self.tokens[in_s],
             sequence_cu_seqlens=sequence_bounds[first : end + 1] - sequence_bounds[first],
             cu_seqlens=bounds[first : end + 1] - bounds[first],
-            **self._cut(slice(first, end), in_t),
+            **self._select(slice(first, end), in_t),
         )
 
     def picked(self, chosen: Tensor) -> RolloutBatch:
@@ -279,10 +279,10 @@ class RolloutBatch:
             tokens=self.tokens[chosen.repeat_interleave(self.sequence_lengths)],
             sequence_cu_seqlens=bounds(self.sequence_lengths[chosen]),
             cu_seqlens=bounds(self.response_lengths[chosen]),
-            **self._cut(chosen, self.per_token(chosen)),
+            **self._select(chosen, self.per_token(chosen)),
         )
 
-    def _cut(self, in_b: Any, in_t: Any) -> dict[str, Tensor]:
+    def _select(self, in_b: Any, in_t: Any) -> dict[str, Tensor]:
         """Index every column by response or by token."""
         return {
             name: column[in_b if name in PER_RESPONSE else in_t]

@@ -46,12 +46,12 @@ def answer_text(value: Any, column: str, where: str) -> str:
         text = _text(value)
     except ValueError as error:
         raise DataError(
-            f"{where}: {column}={shown(value)} {error}; correct or remove the row"
+            f"{where}: {column}={excerpt(value)} {error}; correct or remove the row"
         ) from None
     return encodable(text, column, where)
 
 
-def shown(value: Any) -> str:
+def excerpt(value: Any) -> str:
     """Return a value for a message, cut after 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
@@ -163,7 +163,7 @@ def _item(value: Any) -> str:
     """Return the one member of an item among several."""
     if isinstance(value, str | bytes | int | float) and len(found := _members(value, "")) == 1:
         return found[0]
-    raise ValueError(f"lists {shown(value)}, which is not one answer")
+    raise ValueError(f"lists {excerpt(value)}, which is not one answer")
 
 
 def _literal(text: str) -> Any:

@@ -137,11 +137,11 @@ def _holder(file: Path) -> dict[str, Any]:
         found = json.loads(file.read_text())
     except (OSError, ValueError):
         return {}
-    is_whole = isinstance(found, dict) and all(
+    is_complete = isinstance(found, dict) and all(
         isinstance(found.get(name), kind)
         for name, kind in (("pid", int), ("agent", int), ("host", str), ("since", str))
     )
-    return found if is_whole else {}
+    return found if is_complete else {}
 
 
 def _is_alive(holder: dict[str, Any]) -> bool:
@@ -152,7 +152,7 @@ def _is_alive(holder: dict[str, Any]) -> bool:
 
 
 def _goes_on(pid: int) -> bool:
-    """Is there a process that has neither ended nor been told to (runs leave signals pending)?"""
+    """Whether the process is alive and not being stopped (runs leave signals pending)."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

@@ -9,14 +9,19 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.data.batch import RolloutBatch, bounds
-from vapo_megatron.data.context_cut import Partition, places_of_tokens, ranks_order, rows_of_rank
+from vapo_megatron.data.context_parallel import (
+    Partition,
+    places_of_tokens,
+    ranks_order,
+    rows_of_rank,
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
-    """What a context-parallel rank's tokens alone do not tell.
+class ContextParallelTokens:
+    """Index tensors that need tokens of other context-parallel ranks.
 
-    The outputs of all context-parallel ranks are one rank's S' after the other's.
+    Outputs of all context-parallel ranks are concatenated in rank order, S' each.
     """
 
     targets: Tensor
@@ -50,24 +55,28 @@ class Microbatch:
     predicting: Tensor
     """int64 [T']: position in S' whose output predicts a response token t, and gives V(s_t): the
     position before the token."""
-    cut: Cut | None
+    context_parallel: ContextParallelTokens | None
     """With context parallelism."""
 
     @property
     def targets(self) -> Tensor:
         """int64 [T']: the response tokens that are predicted at `predicting`."""
-        return self.tokens[self.predicting + 1] if self.cut is None else self.cut.targets
+        return (
+            self.tokens[self.predicting + 1]
+            if self.context_parallel is None
+            else self.context_parallel.targets
+        )
 
     @property
     def outputs(self) -> Tensor:
         """int64 [T]: position of each response token's prediction in the outputs of all ranks."""
-        return self.predicting if self.cut is None else self.cut.outputs
+        return self.predicting if self.context_parallel is None else self.context_parallel.outputs
 
     @property
     def ends(self) -> Tensor:
         """int64 [B]: position of each sequence's last token in the outputs of all ranks."""
-        if self.cut is not None:
-            return self.cut.ends
+        if self.context_parallel is not None:
+            return self.context_parallel.ends
         return self.batch.sequence_cu_seqlens[1:].long() - 1
 
 
@@ -85,9 +94,11 @@ def make_microbatch(
         batch: its responses, at least 0.
         multiple_of: of S', the tokens of a rank. Sequence parallelism needs a multiple of the
             tensor-parallel size.
-        cp_size, cp_rank: context-parallel ranks, and which of them this is; see context_cut.py.
+        cp_size, cp_rank: context-parallel ranks and this one's index; see context_parallel.py.
         partition: which tokens each of these ranks holds.
     """
+    # Zig-zag: each sequence is padded to a multiple of 2 * cp_size, so that ranks get two equal
+    # chunks each.
     chunks = 1 if cp_size == 1 else 2 * cp_size
     real = batch.sequence_lengths
     lengths = real + -real % chunks
@@ -104,16 +115,19 @@ def make_microbatch(
         tokens = tokens.new_zeros(total).index_copy_(0, places, batch.tokens)
     position_ids = torch.arange(total, device=tokens.device)
     position_ids -= cu_model[:-1].long().repeat_interleave(lengths)
+    # The position before a token predicts it.
     predicting = batch.places + batch.per_token(starts) - 1
-    cut = None
+    context_parallel = None
     if cp_size > 1:
         order = ranks_order(cu_model, total, cp_size, partition)
         rows, places = order.chunk(cp_size)[cp_rank], places_of_tokens(order)
         outputs = places[predicting]
         is_own = outputs // len(rows) == cp_rank
-        # Before the cut: a chunk's last token predicts one that another rank may hold.
+        # Before tokens are split: a chunk's last token predicts one that another rank may hold.
         targets = tokens[predicting + 1][is_own]
-        cut = Cut(targets, outputs, places[starts + real - 1])
+        context_parallel = ContextParallelTokens(targets, outputs, places[starts + real - 1])
         predicting = outputs[is_own] % len(rows)
         tokens, position_ids = tokens[rows], position_ids[rows]
-    return Microbatch(batch, tokens, position_ids, cu_model, int(lengths.max()), predicting, cut)
+    return Microbatch(
+        batch, tokens, position_ids, cu_model, int(lengths.max()), predicting, context_parallel
+    )

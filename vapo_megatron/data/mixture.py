@@ -42,7 +42,7 @@ class Mixture(PromptDataset):
         self._starts = dict(zip(self._parts, itertools.accumulate(map(len, in_order), initial=0)))
         """Index of each part's first row."""
         self.path = ", ".join(part.path for part in in_order)
-        self.begun_twice = sum(part.begun_twice for part in in_order)
+        self.num_double_begin = sum(part.num_double_begin for part in in_order)
         self._first_index = 0
         self._rows = [row for part in in_order for row in part.rows]
         self._token_ids = [ids for part in in_order for ids in part._token_ids]

@@ -58,8 +58,7 @@ def load_problems(
     Args:
         path: the file.
         prompt_column: of texts, or lists of chat messages, which become texts.
-        answer_column: of values that become texts, see answer_text; None: there is no ground
-            truth.
+        answer_column: of values that become texts, see answer_text; None: no ground truth.
         critic_prompt_column: as prompt_column, for the critic alone; None: it has no prompt of its
             own. The column also stays in the metadata.
         section: data or evaluation, whose sources have the file.
@@ -88,6 +87,7 @@ def load_problems(
         columns[f"{section}.critic_prompt_column"] = critic_prompt_column
     problems: list[Problem] = []
     try:
+        # The row loses prompt and answer and stays as the problem's metadata.
         for where, row in _rows(path, columns):
             critic_prompt = None
             if critic_prompt_column is not None:

@@ -67,7 +67,7 @@ class PromptDataset:
         self._shuffle = shuffle
         self._fingerprint = _fingerprint(self._rows)
         self._begin = begin
-        self.begun_twice = 0
+        self.num_double_begin = 0
         """Prompts, the critic's own too, that began with more than one begin token."""
         self._token_ids: list[array.array[int]] = []
         self._critic_token_ids: list[array.array[int] | None] = []
@@ -94,9 +94,9 @@ class PromptDataset:
         if token_ids[:1] == token_ids[1:2]:
             if self._begin is None:
                 self._begin = tokenize("")
-            begun_once = without_second_begin(token_ids, array.array("i", self._begin))
-            self.begun_twice += len(begun_once) < len(token_ids)
-            token_ids = begun_once
+            with_one_begin = without_second_begin(token_ids, array.array("i", self._begin))
+            self.num_double_begin += len(with_one_begin) < len(token_ids)
+            token_ids = with_one_begin
         where = f"{self.path}: problem {index} (from 0)"
         if not token_ids:
             raise DataError(f"{where} has no tokens: {text!r}; remove it")

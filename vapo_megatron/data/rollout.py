@@ -62,18 +62,18 @@ class Rollout:
     """Other numbers per response token, by their name in data/columns.py's SAMPLED."""
 
     @classmethod
-    def begun(cls, prompt: Prompt, sample: int, position: int, version: int) -> Rollout:
+    def empty(cls, prompt: Prompt, sample: int, position: int, version: int) -> Rollout:
         """Return a response that has no tokens yet."""
         return cls(prompt, sample, position, array("i"), array("f"), False, version)
 
     @property
     def first(self) -> int:
-        """Position of its group's first response: groups stand together, of whatever size."""
+        """Position of its group's first response; groups are contiguous and may differ in size."""
         return self.position - self.sample
 
     @property
     def num_inserted(self) -> int:
-        """Tokens that others wrote between its own."""
+        """Tokens inserted between its own, such as tool results."""
         return sum(len(ids) for _, ids in self.inserted)
 
     @property

@@ -25,7 +25,11 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from vapo_megatron.errors import ConfigError
-from vapo_megatron.models.context_attention import ContextCuts, context_attention, varlen_attention
+from vapo_megatron.models.context_attention import (
+    ContextShards,
+    context_attention,
+    varlen_attention,
+)
 from vapo_megatron.models.rope import Rotary
 from vapo_megatron.parallel import backend
 
@@ -59,7 +63,7 @@ class PackedAttention(MegatronModule):
     layer.
 
     Args:
-        rotary, cuts: of the model that the layer belongs to; cuts is None without context
+        rotary, shards: of the model that the layer belongs to; shards is None without context
             parallelism, where S' = S.
     """
 
@@ -72,15 +76,15 @@ class PackedAttention(MegatronModule):
         softmax_scale: float | None = None,
         *,
         rotary: Rotary,
-        cuts: ContextCuts | None = None,
+        shards: ContextShards | None = None,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
-        self.rotary, self.cuts = rotary, cuts
+        self.rotary, self.shards = rotary, shards
         self.flash = uses_flash_attention(config.params_dtype)
         assert attn_mask_type == AttnMaskType.causal, attn_mask_type
         assert config.attention_dropout == 0
-        assert (config.context_parallel_size > 1) == (cuts is not None)
+        assert (config.context_parallel_size > 1) == (shards is not None)
         self.scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
 
     def forward(
@@ -98,10 +102,10 @@ class PackedAttention(MegatronModule):
         assert attention_bias is None and packed_seq_params is not None, "packed sequences only"
         cu_seqlens = packed_seq_params.cu_seqlens_q
         max_seqlen = packed_seq_params.max_seqlen_q
-        if self.cuts is not None:
-            cut = self.cuts.of(query, cu_seqlens, max_seqlen)
-            query, key = self.rotary(query, key, cu_seqlens, cut.rows)
-            output = context_attention(query, key, value, cut, self.cuts.group)
+        if self.shards is not None:
+            shard = self.shards.of(query, cu_seqlens, max_seqlen)
+            query, key = self.rotary(query, key, cu_seqlens, shard.rows)
+            output = context_attention(query, key, value, shard, self.shards.group)
             return output.reshape(output.size(0), -1)
         query, key = self.rotary(query, key, cu_seqlens)
         if self.flash:

@@ -33,7 +33,7 @@ from torch import Tensor
 from vapo_megatron.config import ModelConfig, ParallelConfig
 from vapo_megatron.config.phases import Role
 from vapo_megatron.models.attention import check_flash_attention, uses_flash_attention
-from vapo_megatron.models.context_attention import ContextCuts
+from vapo_megatron.models.context_attention import ContextShards
 from vapo_megatron.models.hf_config import ModelShape, check_layout, padded_vocab_size
 from vapo_megatron.models.layer_spec import (
     RotaryTable,
@@ -188,8 +188,9 @@ def build_model(
         settings.perform_initialization = False
         settings.use_cpu_initialization = True
         settings.init_model_with_meta_device = True
+
     frequencies = rope_frequencies(shape)
-    cuts = None if transformer_engine else _context_cuts(shape, settings.params_dtype, ranks)
+    shards = None if transformer_engine else _context_shards(shape, settings.params_dtype, ranks)
 
     def build_chunk(stage: int) -> GPTModel:
         vp_stage = stage if ranks.vpp_size > 1 else None
@@ -199,7 +200,7 @@ def build_model(
             transformer_layer_spec=block_spec(
                 settings,
                 Rotary(frequencies),
-                cuts=cuts,
+                shards=shards,
                 transformer_engine=transformer_engine,
                 vp_stage=vp_stage,
             ),
@@ -215,6 +216,7 @@ def build_model(
         if transformer_engine:
             chunk.rotary_pos_emb = RotaryTable(shape.head_dim, frequencies.to(this_device()))
         if last and role == "actor":
+            # Hidden states leave the model: logprobs.py computes scores chunk by chunk.
             chunk.output_layer = OutputProjection(chunk.output_layer, settings)
         elif last:
             chunk.output_layer = ValueHead(settings, model.value_head_init_std, seed)
@@ -224,11 +226,11 @@ def build_model(
         return [build_chunk(stage) for stage in range(ranks.vpp_size)]
 
 
-def _context_cuts(shape: ModelShape, dtype: torch.dtype, ranks: Ranks) -> ContextCuts | None:
+def _context_shards(shape: ModelShape, dtype: torch.dtype, ranks: Ranks) -> ContextShards | None:
     if ranks.cp_size == 1:
         return None
     varlen = uses_flash_attention(dtype)
-    return ContextCuts(ranks.cp_group, softmax_scale(shape), varlen=varlen)
+    return ContextShards(ranks.cp_group, softmax_scale(shape), varlen=varlen)
 
 
 def freeze_attention(chunks: list[GPTModel]) -> None:

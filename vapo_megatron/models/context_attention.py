@@ -1,10 +1,10 @@
 """Causal attention over packed sequences that context-parallel ranks share, without TE.
 
-Before: every rank holds query, key and value of its tokens, cut by data/context_cut.py. Each rank
-gathers the keys and values of one layer, attends from its own queries, part by part, and forgets
-what it gathered. Backward gathers them again, computes each part anew, and sends every rank the sum
-of its keys' and values' gradients. So a rank's memory is, beside its own tokens': one layer's keys
-and values, their gradients, and one part's scores.
+Before: every rank holds query, key and value of its own tokens (data/context_parallel.py). It
+gathers one layer's keys and values, attends from its own queries part by part, and frees what it
+gathered. Backward gathers them again, recomputes each part, and reduce-scatters the gradients of
+keys and values. Beside its own tokens a rank holds at most one layer's keys and values, their
+gradients, and one part's scores.
 
 On a GPU in bfloat16 there are two parts, all early and all late chunks, for torch's varlen
 attention. Otherwise a part is a block of queries with the keys that some of them see, and a mask.
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from vapo_megatron.data.context_cut import places_of_tokens, ranks_order
+from vapo_megatron.data.context_parallel import places_of_tokens, ranks_order
 from vapo_megatron.parallel.context import all_gather, reduce_scatter
 
 MAX_PAIRS = 1 << 22
@@ -45,8 +45,8 @@ class Part(NamedTuple):
     """(query, key, value) at these rows -> output at the queries."""
 
 
-class Cut(NamedTuple):
-    """A rank's part of a packed batch; see data/context_cut.py."""
+class Shard(NamedTuple):
+    """A rank's part of a packed batch; see data/context_parallel.py."""
 
     rows: Tensor
     """int64 [S']: its tokens in S."""
@@ -55,8 +55,8 @@ class Cut(NamedTuple):
     parts: list[Part]
 
 
-class ContextCuts:
-    """The cut of each packed batch, computed once for all layers; a model's layers share this one.
+class ContextShards:
+    """The shard of each packed batch, computed once and shared by all layers of a model.
 
     Args:
         group: context-parallel ranks.
@@ -66,16 +66,16 @@ class ContextCuts:
 
     def __init__(self, group: ProcessGroup, scale: float, *, varlen: bool) -> None:
         self.group, self.scale, self.varlen = group, scale, varlen
-        self._cuts = WeakTensorKeyDictionary()
+        self._shards = WeakTensorKeyDictionary()
 
-    def of(self, query: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Cut:
-        """Return the cut of a batch: query [S', heads, d], cu_seqlens int32 from 0 to S."""
-        cut = self._cuts.get(cu_seqlens)
-        if cut is None:
-            cut = self._cuts[cu_seqlens] = self._cut(query, cu_seqlens, max_seqlen)
-        return cut
+    def of(self, query: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Shard:
+        """Return the shard of a batch: query [S', heads, d], cu_seqlens int32 from 0 to S."""
+        shard = self._shards.get(cu_seqlens)
+        if shard is None:
+            shard = self._shards[cu_seqlens] = self._shard(query, cu_seqlens, max_seqlen)
+        return shard
 
-    def _cut(self, query: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Cut:
+    def _shard(self, query: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Shard:
         cp_size, cp_rank = self.group.size(), self.group.rank()
         size = len(query) * cp_size
         order = ranks_order(cu_seqlens, size, cp_size)
@@ -85,34 +85,34 @@ class ContextCuts:
         else:
             channels = query.size(1) * query.size(2)
             parts = _block_parts(cu_seqlens, rows, cp_size, cp_rank, channels, self.scale)
-        return Cut(rows, places_of_tokens(order), parts)
+        return Shard(rows, places_of_tokens(order), parts)
 
 
 def context_attention(
-    query: Tensor, key: Tensor, value: Tensor, cut: Cut, group: ProcessGroup
+    query: Tensor, key: Tensor, value: Tensor, shard: Shard, group: ProcessGroup
 ) -> Tensor:
     """Causal attention within each packed sequence, over its tokens on all ranks. Collective.
 
     Args:
         query: [S', heads, d]. key, value: [S', groups, d]; rotated by each token's position.
-        cut, group: from ContextCuts.
+        shard, group: from ContextShards.
 
     Returns:
         [S', heads, d]
     """
-    return _Attention.apply(query, key, value, cut, group)
+    return _Attention.apply(query, key, value, shard, group)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, cut: Cut, group: ProcessGroup
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, shard: Shard, group: ProcessGroup
     ) -> Tensor:
         ctx.save_for_backward(query, key, value)
-        ctx.cut, ctx.group = cut, group
-        keys, values = _whole(key, value, cut, group)
+        ctx.shard, ctx.group = shard, group
+        keys, values = _gather_in_order(key, value, shard, group)
         output = torch.empty_like(query)
-        for queries, seen, attend in cut.parts:
+        for queries, seen, attend in shard.parts:
             output[queries] = attend(query[queries], keys[seen], values[seen])
         return output
 
@@ -120,13 +120,13 @@ class _Attention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value = ctx.saved_tensors
-        cut: Cut = ctx.cut
-        keys, values = _whole(key, value, cut, ctx.group)
+        shard: Shard = ctx.shard
+        keys, values = _gather_in_order(key, value, shard, ctx.group)
         grad_query = torch.empty_like(query)
         # Several parts add to a key's gradient, and so do the ranks: in float32 at least.
         wide = torch.promote_types(key.dtype, torch.float32)
         both = keys.new_zeros((len(keys), 2, *keys.shape[1:]), dtype=wide)
-        for queries, seen, attend in cut.parts:
+        for queries, seen, attend in shard.parts:
             q, k, v = (
                 x.detach().requires_grad_() for x in (query[queries], keys[seen], values[seen])
             )
@@ -135,14 +135,16 @@ class _Attention(torch.autograd.Function):
             of_query, of_keys, of_values = torch.autograd.grad(output, (q, k, v), grad[queries])
             grad_query[queries] = of_query
             both[seen] += torch.stack((of_keys, of_values), 1)
-        in_ranks_order = torch.empty_like(both).index_copy_(0, cut.places, both)
+        in_ranks_order = torch.empty_like(both).index_copy_(0, shard.places, both)
         own = reduce_scatter(in_ranks_order, ctx.group).to(key.dtype)
         return grad_query, own[:, 0], own[:, 1], None, None
 
 
-def _whole(key: Tensor, value: Tensor, cut: Cut, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+def _gather_in_order(
+    key: Tensor, value: Tensor, shard: Shard, group: ProcessGroup
+) -> tuple[Tensor, Tensor]:
     """Gather [S', groups, d] twice -> [S, groups, d] twice, in the order of the packed batch."""
-    both = all_gather(torch.stack((key, value), 1), group).index_select(0, cut.places)
+    both = all_gather(torch.stack((key, value), 1), group).index_select(0, shard.places)
     return both[:, 0], both[:, 1]
 
 

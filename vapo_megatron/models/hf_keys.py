@@ -1,7 +1,7 @@
 """The keys of config.json: which the trainer obeys, and which must be off because only others do.
 
 vLLM reads more keys than the trainer computes with, and so does transformers. Left in a config.json
-(by another model, a quantisation, an experiment) they would change the sampler alone. What reads
+(by another model, a quantisation, an experiment) they would change the engine alone. What reads
 none of these files is metadata, and passes. A test compares the tables with the sources of the
 installed vLLM and transformers.
 """

@@ -36,7 +36,7 @@ from torch import Tensor
 from vapo_megatron.config import ModelConfig
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.attention import PackedAttention
-from vapo_megatron.models.context_attention import ContextCuts
+from vapo_megatron.models.context_attention import ContextShards
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.models.rope import Rotary
 from vapo_megatron.parallel.minibatches import FP8_MULTIPLE
@@ -145,7 +145,7 @@ def block_spec(
     rotary: Rotary,
     *,
     transformer_engine: bool,
-    cuts: ContextCuts | None = None,
+    shards: ContextShards | None = None,
     vp_stage: int | None = None,
 ) -> TransformerBlockSubmodules | ModuleSpec:
     """Return the spec of this rank's layers of one model chunk.
@@ -153,7 +153,7 @@ def block_spec(
     Args:
         config: of the model.
         rotary: used in the local layers' attention; with Transformer Engine GPTModel rotates.
-        cuts: of the local layers' attention, with context parallelism.
+        shards: of the local layers' attention, with context parallelism.
         transformer_engine: from uses_transformer_engine.
         vp_stage: which chunk; None without a virtual pipeline.
     """
@@ -163,7 +163,7 @@ def block_spec(
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = functools.partial(PackedAttention, rotary=rotary, cuts=cuts)
+    attention.core_attention = functools.partial(PackedAttention, rotary=rotary, shards=shards)
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     count = get_num_layers_to_build(config, vp_stage=vp_stage)

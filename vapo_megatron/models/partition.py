@@ -8,14 +8,16 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.config import ModelConfig, ParallelConfig
-from vapo_megatron.data.context_cut import rows_of_rank
+from vapo_megatron.data.context_parallel import rows_of_rank
 from vapo_megatron.models.layer_spec import uses_transformer_engine
 from vapo_megatron.parallel.backend import device as this_device
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.minibatches import packed_multiple
 
 
-def cut_of(model: ModelConfig, parallel: ParallelConfig, ranks: Ranks) -> dict[str, Any]:
+def microbatch_options(
+    model: ModelConfig, parallel: ParallelConfig, ranks: Ranks
+) -> dict[str, Any]:
     """Return the keywords of make_microbatches, of this rank.
 
     Transformer Engine's attention decides itself which tokens a context-parallel rank holds.

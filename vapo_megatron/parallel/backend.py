@@ -1,4 +1,4 @@
-"""This process's device, and torch.distributed's start."""
+"""This process's device, and the initialization of torch.distributed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from vapo_megatron.errors import ConfigError
-from vapo_megatron.parallel import numa, sides, store
+from vapo_megatron.parallel import numa, store, worlds
 from vapo_megatron.parallel.environment import CONNECTIONS
 
 
@@ -25,12 +25,14 @@ def distributed_backend() -> str:
     return "nccl" if torch.cuda.is_available() else "gloo"
 
 
-def initialize_distributed(timeout_seconds: float, num_samplers: int = 0) -> sides.Sides | None:
+def initialize_distributed(
+    timeout_seconds: float, num_rollout_workers: int = 0
+) -> worlds.Worlds | None:
     """Join torchrun's processes, each with its own GPU.
 
     Args:
         timeout_seconds: of a collective.
-        num_samplers: the last processes, which sample for the others; 0: all are one world.
+        num_rollout_workers: the last processes, which sample for the others; 0: all are one world.
 
     Returns:
         The two worlds, of which one is this process's; None where there is one.
@@ -40,8 +42,8 @@ def initialize_distributed(timeout_seconds: float, num_samplers: int = 0) -> sid
         numa.bind_to_gpu(device().index)
     joined, rank, world_size = store.join(timeout_seconds)
     timeout = datetime.timedelta(seconds=timeout_seconds)
-    if num_samplers:
-        return sides.split(joined, rank, world_size, num_samplers, timeout)
+    if num_rollout_workers:
+        return worlds.split(joined, rank, world_size, num_rollout_workers, timeout)
     dist.init_process_group(
         distributed_backend(), store=joined, rank=rank, world_size=world_size, timeout=timeout
     )

@@ -1,8 +1,8 @@
 """Context parallelism: what its ranks gather from each other.
 
-Before: every context-parallel rank holds the outputs of its own tokens (data/context_cut.py). After
-`gather_tokens`: all of them hold those of whole responses, the same bits. So advantages, losses and
-metrics see whole sequences and need not know of the cut.
+Before: every context-parallel rank holds the outputs of its own tokens (data/context_parallel.py).
+After `gather_tokens`: all of them hold those of whole responses, bit-identical. So advantages,
+losses and metrics see whole sequences and are the same with and without context parallelism.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Environment variables of a process: torchrun's, and those that libraries read at their start.
+"""Environment variables: torchrun's, and those that libraries read when they are imported.
 
 `vapo_megatron.parallel` sets the latter when it is imported, unless the user has set them: in the
 launcher and in every worker, however it was started, before torch and vLLM are imported.
@@ -83,23 +83,23 @@ def cache_directory() -> Path | None:
     return path if is_own and stat.S_ISDIR(found.st_mode) else None
 
 
-def check_processes(world_size: int, num_samplers: int = 0) -> None:
+def check_processes(world_size: int, num_rollout_workers: int = 0) -> None:
     """Check the number of processes; without torchrun, set the environment of a single one.
 
     Args:
         world_size: parallel.world_size.
-        num_samplers: rollout.num_processes.
+        num_rollout_workers: rollout.num_processes.
 
     Raises:
         ConfigError: their sum is not the number of processes started.
     """
     started = int(os.environ.get("WORLD_SIZE", "1"))
-    if started != world_size + num_samplers:
-        sampling = f" + rollout.num_processes={num_samplers}" if num_samplers else ""
+    if started != world_size + num_rollout_workers:
+        sampling = f" + rollout.num_processes={num_rollout_workers}" if num_rollout_workers else ""
         raise ConfigError(
             f"parallel.world_size={world_size}{sampling} must be the number of "
             f"processes started, {started}; set parallel.world_size="
-            f"{max(started - num_samplers, 1)} or torchrun's --nproc-per-node and --nnodes"
+            f"{max(started - num_rollout_workers, 1)} or torchrun's --nproc-per-node and --nnodes"
         )
     defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     for name, default in defaults.items():

@@ -5,8 +5,8 @@ none. After `gather_summary`: every rank holds lengths, verdicts and rewards of 
 bytes each). After `exchange`: every rank holds the tokens of the responses that its data-parallel
 rank trains on, and of no others. The payload moves once; its sizes follow from the summary.
 
-Where the engines are processes of their own, `group` joins them with the trainers, and they take
-part without receiving anything.
+With placement=disaggregated `group` joins trainers and rollout workers, and the latter take part
+without receiving anything.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The libraries that training stands on: versions, known bad pairs, what is damaged or too old."""
+"""Checks the installed libraries: versions, incompatible pairs, damaged or outdated installs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What differs between the releases of megatron-core that setup.py allows: one function for each.
+"""Differences between the releases of megatron-core that setup.py allows, one function each.
 
-The rest of the package is written against 0.16 and asks for no version. A function here says which
-later release changed what, and does nothing with one that has not.
+The rest of the package is written against 0.16 and checks no version. Each function names the
+release that changed something, and does nothing on releases before it.
 """
 
 from __future__ import annotations

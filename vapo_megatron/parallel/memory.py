@@ -1,8 +1,8 @@
 """Peak memory of this process (of its GPU, or resident on a CPU), and the host's free memory.
 
-A GPU is shared with vLLM, whose pool torch counts whether it is mapped or not, and with libraries
-that torch does not know of. So the memory in use is read from the device, and what torch has freed
-since its peak is added:
+A GPU is shared with vLLM, whose memory pool torch counts even while it is unmapped, and with
+libraries that allocate outside torch. So the memory in use is read from the device, plus what torch
+has freed since its peak:
 
     peak = total - free + (torch's peak of reserved bytes - torch's reserved bytes)
 

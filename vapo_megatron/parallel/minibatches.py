@@ -55,12 +55,14 @@ def packed_multiple(parallel: ParallelConfig, fp8: str | None) -> int:
     return ranks * (FP8_MULTIPLE if fp8 else 1)
 
 
-def make_microbatches(batch: RolloutBatch, sizes: Iterable[int], **cut: Any) -> list[Microbatch]:
+def make_microbatches(
+    batch: RolloutBatch, sizes: Iterable[int], **options: Any
+) -> list[Microbatch]:
     """Cut this rank's batch into packed forward passes, each of the next so many responses.
 
-    The keywords are those of make_microbatch, from models/partition.py's cut_of.
+    The keywords are those of make_microbatch, from models/partition.py's microbatch_options.
     """
-    return [make_microbatch(part, **cut) for part in _consecutive(batch, sizes)]
+    return [make_microbatch(part, **options) for part in _consecutive(batch, sizes)]
 
 
 def filled_in(microbatches: Sequence[Microbatch], batch: RolloutBatch) -> list[Microbatch]:

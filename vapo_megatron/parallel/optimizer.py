@@ -135,7 +135,7 @@ def optimizer_step(optimizer: MegatronOptimizer) -> Tensor:
         float32 0-d on the CPU: norm of the whole model's gradient before clipping, the same on all
         ranks. Where it is not finite, parameters and optimizer state are what they were.
     """
-    # What step() does, which applies the gradients whatever their norm is, float16 apart. The norm
+    # The steps of step(), which would apply gradients of any norm outside float16. The norm
     # is reduced once: a second reduction need not give the same bits on a GPU.
     optimizer.prepare_grads()
     total_norm = optimizer.get_grad_norm()

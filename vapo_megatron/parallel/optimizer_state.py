@@ -1,11 +1,11 @@
-"""All that knows of AdamW's state: megatron-core's parts, their moments and step counts.
+"""The only module that knows AdamW's state: megatron-core's optimizers, moments, step counts.
 
 torch's Adam makes its state at the first step and keeps a step count per parameter, which
 megatron-core 0.16 does not expect. So the state is made before saving and loading; the counts are
-put aside while sharded state is loaded; and after loading each parameter gets a count of its own,
-because the loaded one is shared and would advance once for each. The fused Adams of Transformer
-Engine and apex, whose groups count, need the first alone; between the two kinds the count changes
-its place and type, and groups get the settings that they lack.
+removed while sharded state is loaded; and after loading each parameter gets its own copy, because
+the loaded tensor is shared and would advance once per parameter. The fused Adams of Transformer
+Engine and apex count per group and need only the first; loading one kind's state into the other
+moves and converts the count, and adds missing group settings.
 """
 
 from __future__ import annotations

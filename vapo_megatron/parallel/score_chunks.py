@@ -152,17 +152,21 @@ def tiles(
     """
     if source.shape[0] == 0:
         return
+    # Products that already have the scores' dtype need no second buffer.
     in_place = weight is not None and call.product_dtype == call.dtype
     num_chunk, num_tile = call.sizes(source.shape[0], source.device, in_place and with_scratch)
     buffer = narrow = None
     if weight is not None:
         buffer = narrow = source.new_empty((num_chunk, call.columns), dtype=call.product_dtype)
         if gradients is not None and buffer.dtype != weight.dtype:
+            # The matmul of the gradients wants the weight's dtype.
             narrow = source.new_empty(buffer.shape)
     extra = [
         source.new_empty((num_tile, call.columns), dtype=call.dtype)
         for _ in range((not in_place) + with_scratch)
     ]
+
+    # Chunks are one matmul each; tiles bound the float32 copies of a chunk.
     for start in range(0, source.shape[0], num_chunk):
         chunk = source[start : start + num_chunk]
         if weight is None or buffer is None:

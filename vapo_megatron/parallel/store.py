@@ -1,7 +1,7 @@
 """The store through which processes rendezvous and exchange short messages.
 
-Before `join`: processes with torchrun's environment. After: all of them use the same part of the
-store, which nobody had written to.
+Before `join`: processes with torchrun's environment. After: all of them share a fresh prefix of the
+store.
 """
 
 from __future__ import annotations

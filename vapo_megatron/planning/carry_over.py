@@ -1,8 +1,8 @@
 """Predicted seconds of generation with rollout.carry_over_groups, once a run is under way.
 
-Some replicas are followed through many steps, as rollout/partial has it: a step starts groups until
-its own and the extra ones are in flight, ends once as many as it trains on are finished (and those
-that must be), and recomputes keys and values of what resumes.
+Simulates a few replicas over many steps with the rules of rollout/partial: a step starts groups
+until its own and the extra ones are in flight, ends once its own number (and those at max_lag) are
+finished, and recomputes keys and values of resumed responses.
 """
 
 from __future__ import annotations

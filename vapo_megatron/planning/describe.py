@@ -61,7 +61,7 @@ _SHORT = {
 
 PARTS = {
     "parameters": "params", "gradients": "grads", "optimizer": "optim", "activations": "activ",
-    "logits": "logits", "sampler_weights": "vLLM", "kv_cache": "KV", "sync_buckets": "sync",
+    "logits": "logits", "engine_weights": "vLLM", "kv_cache": "KV", "sync_buckets": "sync",
     "reserve": "reserve",
 }  # fmt: skip
 
@@ -125,7 +125,7 @@ def describe_ranking(ranking: Ranking, top: int) -> str:
         if max(sizes) > 1:
             rows = [[row[0], str(cp), *row[1:]] for row, cp in zip(rows, ["CP", *sizes])]
         legend = LEGEND
-        if ranking.plans[0].config.rollout.is_apart:
+        if ranking.plans[0].config.rollout.is_disaggregated:
             sides = [_SIDES, *(_sides_row(plan) for plan in ranking.plans[:top])]
             rows = [[*side, *row] for side, row in zip(sides, rows, strict=True)]
             legend = f"{LEGEND}\n{SIDES_LEGEND}"
@@ -230,6 +230,7 @@ def describe_plan(shape: ModelShape, plan: Plan, sync: float | None = None) -> s
     used = flops.utilization(
         model_flops(shape, plan.workload), seconds, c.peak_tflops * 1e12 * p.world_size
     )
+
     host = host_bytes_per_node(shape, plan.config, gpus_per_node=c.gpus_per_node)
     disk = checkpoint_bytes(shape, plan.config)
     least, most = plan.step_seconds_range
@@ -242,7 +243,7 @@ def describe_plan(shape: ModelShape, plan: Plan, sync: float | None = None) -> s
         f"  {plan.response_tokens_per_second:.0f} response tokens/s/GPU; "
         f"{plan.total_tokens_per_second:.0f} with the prompts; updates at {used:.0%} MFU, "
         f"{used * c.peak_tflops:.0f} TFLOP/s/GPU",
-        *([describe_sides(plan)] if plan.config.rollout.is_apart else []),
+        *([describe_sides(plan)] if plan.config.rollout.is_disaggregated else []),
         "",
         *_memory_table(plan.memory, c.gpu_bytes),
         "",
@@ -299,7 +300,7 @@ def describe_sides(plan: Plan) -> str:
 def describe_gain(plan: Plan, colocated: Plan | None) -> str:
     """Return one sentence: a plan with older weights against the best colocated one without."""
     r, cluster = plan.config.rollout, plan.cluster
-    parts = [f"lag {r.lag}"] if r.is_apart else []
+    parts = [f"lag {r.lag}"] if r.is_disaggregated else []
     parts += [f"{r.carry_over_groups} groups carried over"] if r.carry_over_groups else []
     what = " and ".join(parts)
     apart = f"{what} on {_counted(cluster.num_gpus, 'GPU')}: {plan.step_seconds:.0f} s a step"
@@ -314,7 +315,7 @@ def to_paste(config: VapoConfig) -> str:
     """Return the settings that a plan decides, as YAML."""
     tree = config.model_dump()
     pasted = dict(_PASTED)
-    if config.rollout.is_apart:
+    if config.rollout.is_disaggregated:
         pasted["rollout"] = (*_PASTED_APART, *_PASTED["rollout"])
     if recompute_name(config) != config.parallel.recompute:
         pasted["parallel"] += ("recompute_method", "recompute_num_layers")

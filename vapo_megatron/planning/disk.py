@@ -1,4 +1,4 @@
-"""Compares what a run's checkpoints and its export will take with what is free on its disk."""
+"""Checks that a run's checkpoints and export fit on its disk."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from vapo_megatron.run.checkpoint.files import (
 
 
 def check_disk(config: VapoConfig, shape: ModelShape) -> list[str]:
-    """Refuse a run whose next checkpoint, or whose export if all steps are done, has no room.
+    """Refuse a run whose next checkpoint, or export if all steps are done, does not fit.
 
-    What cannot be known is not refused: some network file systems report a size of 0.
+    Unknown free space is accepted: some network file systems report a size of 0.
 
     Args:
         config: the run's; its layout divides the model.
@@ -37,6 +37,7 @@ def check_disk(config: VapoConfig, shape: ModelShape) -> list[str]:
     found = candidates(root) if resumes(settings.resume) else []
     is_over = bool(found) and int(found[0].name.split("_")[1]) >= num_steps
     place, what, needed = root, "a checkpoint", checkpoint_bytes(shape, config)
+    # All steps are done: a resumed run only exports.
     if is_over:
         place, what, needed = run_dir / "hf_export", "the export", export_bytes(shape, config)
     free = free_bytes(place.absolute(), unfinished(root))
@@ -48,15 +49,17 @@ def check_disk(config: VapoConfig, shape: ModelShape) -> list[str]:
             f"{what} takes {_gb(needed)}, but {have}; free {_gb(needed - free)}, or set "
             "logging.run_dir to a directory on a larger disk"
         )
+
+    # The next checkpoint fits. Warn if those that are kept later will not.
     count = most_at_once(settings, num_steps)
-    whole = (count - len(step_directories(root))) * needed
-    if is_over or free >= whole:
+    needed_in_all = (count - len(step_directories(root))) * needed
+    if is_over or free >= needed_in_all:
         return []
     fields = ", ".join(f"{name}={getattr(settings, name)}" for name in ("keep_last", "keep_every"))
     return [
         f"warning: the run keeps up to {count} checkpoints of {_gb(needed)} at once "
         f"(checkpoint.{fields}, and the one being written), but {have}; free "
-        f"{_gb(whole - free)}, or keep fewer"
+        f"{_gb(needed_in_all - free)}, or keep fewer"
     ]
 
 

@@ -18,7 +18,7 @@ from vapo_megatron.planning.carry_over import Sizes, Step, carried_steps
 from vapo_megatron.planning.cluster import Cluster
 from vapo_megatron.planning.decode import Rank, decode
 from vapo_megatron.planning.memory import kv_cache_bytes_per_token
-from vapo_megatron.planning.model_bytes import DTYPE_BYTES, sampler_weight_bytes
+from vapo_megatron.planning.model_bytes import DTYPE_BYTES, engine_weight_bytes
 from vapo_megatron.planning.workload import Workload, response_lengths
 from vapo_megatron.rollout.requests import assign
 
@@ -93,7 +93,7 @@ def _rank(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> Rank:
     size = DTYPE_BYTES[config.rollout.dtype or config.model.dtype]
     products = flops.forward_flops(shape, [1], role="actor") / tp_size
     # Of an embedding separate from the output projection only the sampled tokens' rows are read.
-    read = sampler_weight_bytes(dataclasses.replace(shape, tied=True), config)
+    read = engine_weight_bytes(dataclasses.replace(shape, tied=True), config)
     reduced = 2 * cluster.all_gather_seconds(shape.hidden_size * size, tp_size)
     return Rank(
         weight_seconds=read / cluster.rate("decode"),

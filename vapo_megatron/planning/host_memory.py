@@ -17,10 +17,10 @@ from vapo_megatron.planning.memory import offloads
 from vapo_megatron.planning.model_bytes import (
     DTYPE_BYTES,
     Layout,
+    engine_weight_bytes,
     num_parameters,
     optimizer_checkpoint_bytes,
     role_shape,
-    sampler_weight_bytes,
     state_bytes,
 )
 
@@ -118,7 +118,7 @@ def step_host_bytes(config: VapoConfig, *, keeps_rollouts: bool) -> int:
     prompt, response = rollout.max_prompt_tokens, rollout.max_response_tokens
     trained = -(-count // parallel.data_parallel_size)
     batch = batch_bytes(config, trained * (prompt + response), trained * response)
-    if config.rollout.is_apart:
+    if config.rollout.is_disaggregated:
         return batch
     sampled = -(-count // (parallel.world_size // rollout.tensor_model_parallel_size))
     finished = 0
@@ -131,7 +131,7 @@ def step_host_bytes(config: VapoConfig, *, keeps_rollouts: bool) -> int:
     return finished + max(running, batch)
 
 
-def sampler_host_bytes(shape: ModelShape, config: VapoConfig, num_gpus: int) -> HostBytes:
+def rollout_host_bytes(shape: ModelShape, config: VapoConfig, num_gpus: int) -> HostBytes:
     """Host memory of processes that only sample, of whole replicas.
 
     Each holds what it samples, and with a lag its shard of up to lag + 2 versions; the first of
@@ -146,7 +146,7 @@ def sampler_host_bytes(shape: ModelShape, config: VapoConfig, num_gpus: int) -> 
     finished = held * ROLLOUT_TOKEN_BYTES
     step = (num_gpus * running + replicas * finished) * rollout.max_response_tokens
     versions = rollout.lag + 2 if rollout.lag else 0
-    return HostBytes(0, 0, step, num_gpus * versions * sampler_weight_bytes(shape, config))
+    return HostBytes(0, 0, step, num_gpus * versions * engine_weight_bytes(shape, config))
 
 
 def _carried_responses(config: VapoConfig, replicas: int) -> int:
@@ -183,21 +183,21 @@ def batch_bytes(config: VapoConfig, tokens: int, response_tokens: int) -> int:
 def host_bytes_per_node(shape: ModelShape, config: VapoConfig, *, gpus_per_node: int) -> HostBytes:
     """Host memory of the fullest node; where others sample, of the node that needs most."""
     trainers = config.parallel.world_size
-    if not config.rollout.is_apart:
+    if not config.rollout.is_disaggregated:
         return _trainer_host_bytes(shape, config, min(gpus_per_node, trainers))
-    samplers, shared = config.rollout.num_processes, trainers % gpus_per_node
+    rollout_workers, shared = config.rollout.num_processes, trainers % gpus_per_node
     found = []
     for training, sampling in (
         (min(gpus_per_node, trainers), 0),
-        (0, min(gpus_per_node, samplers)),
-        (shared, min(samplers, gpus_per_node - shared)),
+        (0, min(gpus_per_node, rollout_workers)),
+        (shared, min(rollout_workers, gpus_per_node - shared)),
     ):
         parts = HostBytes(0, 0, 0)
         if training:
             parts = _trainer_host_bytes(shape, config, training)
         if sampling:
-            of_samplers = sampler_host_bytes(shape, config, sampling)
-            parts = HostBytes(*map(sum, zip(parts, of_samplers, strict=True)))
+            of_rollout_workers = rollout_host_bytes(shape, config, sampling)
+            parts = HostBytes(*map(sum, zip(parts, of_rollout_workers, strict=True)))
         found.append(parts)
     return max(found, key=lambda parts: parts.total)
 

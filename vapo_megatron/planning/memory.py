@@ -43,13 +43,13 @@ from vapo_megatron.planning.model_bytes import (
     KV_CACHE_BYTES,
     Layout,
     StateBytes,
+    engine_weight_bytes,
     fp8_weight_bytes,
     num_parameters,
     optimizer_bytes,
     optimizer_checkpoint_bytes,
     placeholder_bytes,
     role_shape,
-    sampler_weight_bytes,
     state_bytes,
     widths,
 )
@@ -113,7 +113,7 @@ class PhaseMemory:
     activations: int = 0
     logits: int = 0
     """Of the actor's log-probabilities on the last stage, or of vLLM's sampling."""
-    sampler_weights: int = 0
+    engine_weights: int = 0
     kv_cache: int = 0
     sync_buckets: int = 0
     reserve: int = 0
@@ -148,7 +148,7 @@ def phase_memory(
     roles = config.roles
     shapes = {role: role_shape(shape, config, role) for role in roles}
     states = {role: state_bytes(shapes[role], config, role, pp_rank=pp_rank) for role in roles}
-    weights = sampler_weight_bytes(shape, config)
+    weights = engine_weight_bytes(shape, config)
     found = {GENERATION: _generation(shape, config, gpu_bytes)}
     for role in roles:
         model: Role = "actor" if role == "reference" else role
@@ -159,21 +159,26 @@ def phase_memory(
         found[SCORES[role]] = PhaseMemory(parameters, activations=activations, logits=logits)
         if role in config.algorithm.trained_roles:
             found[UPDATES[role]] = _update(passes, states[role])
+
+    # Send and receive buffers, each double.
     buckets = 4 * config.rollout.sync_bucket_bytes if config.num_processes > 1 else 0
     found[SYNC] = PhaseMemory(
         parameters=states["actor"].parameters,
-        sampler_weights=0 if config.rollout.is_apart else weights,
+        engine_weights=0 if config.rollout.is_disaggregated else weights,
         sync_buckets=buckets,
     )
     sampling = found[GENERATION]
+
+    # Without offloading every phase also holds the other models and the KV cache.
     if not offloads(config):
         resident = StateBytes(*map(sum, zip(*states.values(), strict=True)))._asdict()
-        if not config.rollout.is_apart:
-            resident |= {"sampler_weights": weights, "kv_cache": sampling.kv_cache}
+        if not config.rollout.is_disaggregated:
+            resident |= {"engine_weights": weights, "kv_cache": sampling.kv_cache}
         found = {name: dataclasses.replace(p, **resident) for name, p in found.items()}
+
     copies = sum(fp8_weight_bytes(shapes[role], config) for role in roles)
     found = {n: dataclasses.replace(p, parameters=p.parameters + copies) for n, p in found.items()}
-    if config.rollout.is_apart:
+    if config.rollout.is_disaggregated:
         found[GENERATION] = dataclasses.replace(sampling, sync_buckets=buckets)
     kept = placeholder_bytes(shape, config)
     return {
@@ -207,14 +212,14 @@ def _generation(shape: ModelShape, config: VapoConfig, gpu_bytes: int) -> PhaseM
     width = 2 * w.hidden + max(3 * w.ffn, 2 * w.query + 2 * w.key)
     activations = batched * width * DTYPE_BYTES[rollout.dtype or config.model.dtype]
     logits = rollout.max_num_sequences * shape.vocab_size * VLLM_LOGITS_BYTES
-    weights = sampler_weight_bytes(shape, config)
+    weights = engine_weight_bytes(shape, config)
     kv_cache = rollout.kv_cache_bytes
     if kv_cache is None:
         share = int(gpu_bytes * rollout.gpu_memory_utilization)
         used = weights + activations + logits + CUDA_CONTEXT_BYTES + _graph_bytes(config)
         kv_cache = max(0, share - used)
     return PhaseMemory(
-        activations=activations, logits=logits, sampler_weights=weights, kv_cache=kv_cache
+        activations=activations, logits=logits, engine_weights=weights, kv_cache=kv_cache
     )
 
 
@@ -236,8 +241,8 @@ def _with_reserve(phase: PhaseMemory, name: str, config: VapoConfig, kept: int) 
         config: decides the communicators and CUDA graphs.
         kept: bytes of tensors that a trainer never frees.
     """
-    trains = name != GENERATION or not config.rollout.is_apart
-    samples = name == GENERATION or not config.rollout.is_apart
+    trains = name != GENERATION or not config.rollout.is_disaggregated
+    samples = name == GENERATION or not config.rollout.is_disaggregated
     groups = int(config.num_processes > 1)  # all processes, for weight syncs
     if trains:
         groups += _trainer_groups(config)

@@ -15,7 +15,7 @@ from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.planning import memory
 from vapo_megatron.planning.cluster import GB, Cluster
-from vapo_megatron.planning.host_memory import host_bytes_per_node, sampler_host_bytes
+from vapo_megatron.planning.host_memory import host_bytes_per_node, rollout_host_bytes
 from vapo_megatron.planning.memory import PhaseMemory
 from vapo_megatron.planning.plan import peak_memory
 
@@ -45,13 +45,13 @@ def find_misfit(
     return _misfit(reason, config, cluster, phases)
 
 
-def find_sampler_misfit(
+def find_rollout_misfit(
     shape: ModelShape, config: VapoConfig, cluster: Cluster, phases: dict[str, PhaseMemory]
 ) -> Misfit | None:
     """The same of GPUs that only sample, and nodes of them."""
     phases = {GENERATION: phases[GENERATION]}
     reason = _gpu_misfit(shape, config, cluster.gpu_bytes, phases)
-    reason = reason or _sampler_host_misfit(shape, config, cluster.gpus_per_node)
+    reason = reason or _rollout_host_misfit(shape, config, cluster.gpus_per_node)
     return _misfit(reason, config, cluster, phases)
 
 
@@ -101,14 +101,14 @@ def _gpu_misfit(
         return (
             f"generation{_side(config, GENERATION)} leaves vLLM a KV cache of {cached} tokens, "
             f"less than one sequence of {longest} "
-            f"(weights {phases[GENERATION].sampler_weights / GB:.1f} GB)"
+            f"(weights {phases[GENERATION].engine_weights / GB:.1f} GB)"
         )
     return None
 
 
 def _side(config: VapoConfig, phase: str) -> str:
-    """Say whose GPU a phase is on, where GPUs of their own sample."""
-    if not config.rollout.is_apart:
+    """Return whose GPU a phase is on with placement=disaggregated, for a message; else ""."""
+    if not config.rollout.is_disaggregated:
         return ""
     return " on a rollout worker's GPU" if phase == GENERATION else " on a trainer's GPU"
 
@@ -141,9 +141,9 @@ def _host_misfit(shape: ModelShape, config: VapoConfig, gpus_per_node: int) -> s
     )
 
 
-def _sampler_host_misfit(shape: ModelShape, config: VapoConfig, gpus_per_node: int) -> str | None:
+def _rollout_host_misfit(shape: ModelShape, config: VapoConfig, gpus_per_node: int) -> str | None:
     limit = config.parallel.host_memory_gb
-    needed = sampler_host_bytes(shape, config, min(gpus_per_node, config.rollout.num_processes))
+    needed = rollout_host_bytes(shape, config, min(gpus_per_node, config.rollout.num_processes))
     if limit is None or needed.total <= limit * GB:
         return None
     return (

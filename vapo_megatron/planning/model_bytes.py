@@ -30,7 +30,7 @@ from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.hf_config import ModelShape, check_layout, padded_vocab_size
 from vapo_megatron.models.known import shape_of
 from vapo_megatron.weights.holders import TrainerLayout, layout_of, shard_elements
-from vapo_megatron.weights.reshard.vllm_layout import sampler_elements
+from vapo_megatron.weights.reshard.vllm_layout import engine_elements
 from vapo_megatron.weights.table import Row, rows
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
@@ -295,17 +295,17 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def sampler_weight_bytes(shape: ModelShape, config: VapoConfig) -> int:
+def engine_weight_bytes(shape: ModelShape, config: VapoConfig) -> int:
     """Bytes of vLLM's weights on one GPU.
 
     Like a trainer of one pipeline stage, except that the vocabulary is padded to a multiple of 64
     rows in total, every rank holds whole key-value heads, and a tied projection is never copied.
     """
-    elements = _sampler_elements(shape, config.rollout.tensor_model_parallel_size)
+    elements = _engine_elements(shape, config.rollout.tensor_model_parallel_size)
     return elements * DTYPE_BYTES[config.rollout.dtype or config.model.dtype]
 
 
 @functools.lru_cache(maxsize=256)
-def _sampler_elements(shape: ModelShape, tp_size: int) -> int:
+def _engine_elements(shape: ModelShape, tp_size: int) -> int:
     table = rows(shape, "actor")
-    return sum(sampler_elements(row, shape, tp_size) * row.count(shape) for row in table)
+    return sum(engine_elements(row, shape, tp_size) * row.count(shape) for row in table)

@@ -73,7 +73,7 @@ class Plan:
     @functools.cached_property
     def timeline(self) -> Timeline:
         """How the steps follow each other; colocated, one phase after the other."""
-        if not self.config.rollout.is_apart:
+        if not self.config.rollout.is_disaggregated:
             return Timeline(sum(self.seconds.values()), 0.0, 0.0)
         return steady_state(
             [self.staging_seconds + self.generation.seconds], [self.training.seconds],
@@ -198,6 +198,6 @@ def resharding_seconds(shape: ModelShape, plan: Plan) -> float:
     sync_plan = planner.make_plan(
         shape, layout_of(shape, p), rollout.tensor_model_parallel_size,
         gpus_per_node=cluster.gpus_per_node, relay=True,
-        samplers=range(p.world_size, cluster.num_gpus) if rollout.is_apart else None,
+        rollout_workers=range(p.world_size, cluster.num_gpus) if rollout.is_disaggregated else None,
     )  # fmt: skip
     return plan_cost(sync_plan, cluster, rollout.sync_bucket_bytes).seconds

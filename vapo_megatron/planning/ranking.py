@@ -85,9 +85,9 @@ def rank(
         fixed: settings that are not searched over.
     """
     layouts, undivided = trainer_layouts(shape, base, fixed, cluster.gpus_per_node)
-    samplers = {
+    rollout_workers = {
         size: _fastest_generation(shape, base, cluster, workload, size)
-        for size in sampler_sizes(shape, base, fixed, cluster.gpus_per_node)
+        for size in rollout_tp_sizes(shape, base, fixed, cluster.gpus_per_node)
     }
     plans: list[Plan] = []
     misfits: dict[str, Misfit] = {}
@@ -98,7 +98,8 @@ def rank(
         ]
         timed.sort(key=lambda pair: pair[1].seconds)
         fitting, not_fitting = [], []
-        for size, at_least in samplers.items():
+        # at_least is the fastest generation possible, whatever the trainer leaves vLLM.
+        for size, at_least in rollout_workers.items():
             best: Plan | None = None
             for variant, training in timed:
                 if best and training.seconds + at_least >= best.step_seconds:
@@ -123,11 +124,11 @@ def _planned(
     training: Training,
     cluster: Cluster,
     workload: Workload,
-    sampler_size: int,
+    rollout_tp_size: int,
     share: float | None,
 ) -> Plan | Misfit:
     """Plan a variant with one size of vLLM's replicas, and with the largest share that fits."""
-    config = with_sampler(variant, tensor_model_parallel_size=sampler_size)
+    config = with_rollout(variant, tensor_model_parallel_size=rollout_tp_size)
     config, phases = with_largest_share(shape, config, cluster.gpu_bytes, share)
     found = find_misfit(shape, config, cluster, phases)
     return found or make_plan(shape, config, cluster, workload, training, phases)
@@ -171,7 +172,7 @@ def trainer_layouts(
                 check_together(config)
                 check_layouts(shape, config)
             except ConfigError as error:
-                # More stages than layers is no news unless the user asked for it.
+                # Report more stages than layers only if the user asked for them.
                 if pp_size <= shape.num_layers or fixed.pp:
                     rejected[layout_name(config)] = str(error).split(";")[0]
                 continue
@@ -221,7 +222,7 @@ def variants(shape: ModelShape, layout: VapoConfig, fixed: Fixed) -> Iterator[Va
         yield config
 
 
-def sampler_sizes(
+def rollout_tp_sizes(
     shape: ModelShape, base: VapoConfig, fixed: Fixed, gpus_per_node: int
 ) -> list[int]:
     """Return vLLM's tensor-parallel sizes: powers of two within a node that divide the heads.
@@ -231,7 +232,7 @@ def sampler_sizes(
     """
     heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
     name, world_size, chosen = "parallel.world_size", base.parallel.world_size, fixed.vllm_tp
-    if base.rollout.is_apart:
+    if base.rollout.is_disaggregated:
         name, world_size = "rollout.num_processes", base.rollout.num_processes
     sizes = [chosen] if chosen else _powers_of_two(min(gpus_per_node, world_size))
     found = [
@@ -255,7 +256,7 @@ def with_parallel(config: VapoConfig, **fields: Any) -> VapoConfig:
     return config.model_copy(update={"parallel": config.parallel.model_copy(update=fields)})
 
 
-def with_sampler(config: VapoConfig, **fields: Any) -> VapoConfig:
+def with_rollout(config: VapoConfig, **fields: Any) -> VapoConfig:
     """Return the configuration with other rollout fields."""
     return config.model_copy(update={"rollout": config.rollout.model_copy(update=fields)})
 
@@ -268,8 +269,8 @@ def _fastest_generation(
     shape: ModelShape, base: VapoConfig, cluster: Cluster, workload: Workload, size: int
 ) -> float:
     """Lower bound of generation's seconds: vLLM with a whole GPU to itself."""
-    config = with_sampler(base, tensor_model_parallel_size=size)
-    whole_gpu = with_sampler(config, gpu_memory_utilization=1.0)
+    config = with_rollout(base, tensor_model_parallel_size=size)
+    whole_gpu = with_rollout(config, gpu_memory_utilization=1.0)
     tokens = memory.kv_cache_tokens(shape, whole_gpu, gpu_bytes=cluster.gpu_bytes)
     return generation(shape, config, cluster, workload, tokens).seconds
 
@@ -283,17 +284,17 @@ def with_largest_share(
         The configuration and its peak_memory, whether it fits or not.
     """
     if share is not None:
-        config = with_sampler(config, gpu_memory_utilization=share)
+        config = with_rollout(config, gpu_memory_utilization=share)
     if share is not None or config.rollout.kv_cache_bytes is not None:
         return config, peak_memory(shape, config, gpu_bytes)
-    config = with_sampler(config, gpu_memory_utilization=LARGEST_SHARE)
+    config = with_rollout(config, gpu_memory_utilization=LARGEST_SHARE)
     phases = peak_memory(shape, config, gpu_bytes)
     excess = [p.total - gpu_bytes for p in phases.values()]
     # Only phases that hold the KV cache shrink with vLLM's share.
     of_cache = max((p.total - gpu_bytes for p in phases.values() if p.kv_cache), default=0)
-    if 0 < of_cache and (of_cache == max(excess) or config.rollout.is_apart):
+    if 0 < of_cache and (of_cache == max(excess) or config.rollout.is_disaggregated):
         steps = math.ceil(of_cache / gpu_bytes / SHARE_STEP)
         share = max(SHARE_STEP, round(LARGEST_SHARE - steps * SHARE_STEP, 2))
-        config = with_sampler(config, gpu_memory_utilization=share)
+        config = with_rollout(config, gpu_memory_utilization=share)
         phases = peak_memory(shape, config, gpu_bytes)
     return config, phases

@@ -52,7 +52,7 @@ def plan_cost(plan: Plan, cluster: Cluster, bucket_bytes: int = BUCKET_BYTES) ->
 def full_gather_cost(
     shape: ModelShape,
     trainer: TrainerLayout,
-    sampler_tp_size: int,
+    rollout_tp_size: int,
     cluster: Cluster,
     *,
     bytes_per_element: int = 2,
@@ -87,7 +87,7 @@ def full_gather_cost(
             sent[1:] += out
             received[1:] += into
             seconds += float(_link_seconds(cluster, out, into).max())
-        through_memory = tp_size * num_bytes * (1 + 1 / sampler_tp_size)
+        through_memory = tp_size * num_bytes * (1 + 1 / rollout_tp_size)
         seconds += float(_memory_seconds(cluster, np.array(through_memory)))
     return Cost(sent, received, seconds)
 

@@ -15,9 +15,9 @@ parallelism):
     communication  TP: two all-reduces of H elements, or all-gathers and reduce-scatters of the same
                    CP: keys and values, 2 k elements, of the other ranks, by a ring or a gather
 
-Context-parallel ranks share tokens, pairs and outputs evenly (data/context_cut.py). Backward, keys
-and values come again, and their gradients go. A ring hides some of it behind attention, which is
-not counted.
+Context-parallel ranks share tokens, pairs and outputs evenly (data/context_parallel.py). Backward
+gathers keys and values again and sends their gradients. A ring overlaps some of this with
+attention, which is not modelled.
 
 Backward: matrix multiplications twice, attention 2.5 times (five multiplications for two), memory
 twice, communication once. A recomputed layer adds one forward pass. The actor's output projection
@@ -34,7 +34,7 @@ from vapo_megatron.config.phases import VALUE_ROLES, Role
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.planning import flops
 from vapo_megatron.planning.cluster import Cluster
-from vapo_megatron.planning.model_bytes import Layout, num_parameters, sampler_weight_bytes
+from vapo_megatron.planning.model_bytes import Layout, engine_weight_bytes, num_parameters
 from vapo_megatron.planning.workload import Loads, Workload, loads
 
 BACKWARD_MATMUL, BACKWARD_ATTENTION, BACKWARD_MEMORY = 2.0, 2.5, 2.0
@@ -174,8 +174,8 @@ def scoring(
         workload, shape.hidden_size, trainer.dp_size, config.parallel.max_tokens_per_microbatch
     )
     # All mini-batches' microbatches go through the pipeline in one pass.
-    whole = Loads(*(part.sum(0, keepdims=True) for part in work))
-    return _pipeline(trainer, stage, stage.plus(output), whole, 0.0, context)
+    total = Loads(*(part.sum(0, keepdims=True) for part in work))
+    return _pipeline(trainer, stage, stage.plus(output), total, 0.0, context)
 
 
 def update(
@@ -197,6 +197,7 @@ def update(
         memory=BACKWARD_MEMORY,
         communication=1,
     )
+
     held = trainer.trained_parameters(role)
     accumulated = Rates(microbatch=ACCUMULATED_BYTES * held / cluster.rate("memory"))
     # Forward, recomputed, and backward, where their gradients go as well.
@@ -205,12 +206,15 @@ def update(
     # Forward, recomputed, and backward.
     score_bytes = SCORE_BYTES_FORWARD + SCORE_BYTES_BACKWARD
     output = trainer.output(role, matmul=2 + BACKWARD_MATMUL, score_bytes=score_bytes)
+
     work = loads(workload, shape.hidden_size, trainer.dp_size, parallel.max_tokens_per_microbatch)
     count = float(work.microbatches[:, 0].sum())
     one_pass = float(stage.seconds(work).mean(1).sum()) / count
+    # Gradients are reduced during the last microbatch only, parameters gathered in the first.
     collectives = _gradient_seconds(trainer, held, overlapped_seconds=one_pass / 2)
     owned = held / (trainer.replica_size if parallel.use_distributed_optimizer else 1)
     memory = (OWNED_BYTES * owned + HELD_BYTES * held) / cluster.rate("memory")
+
     phase = _pipeline(trainer, stage, stage.plus(output), work, collectives + memory, context)
     if role == "actor":
         return phase
@@ -281,18 +285,18 @@ def sync_seconds(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> flo
     adapters. Meanwhile each rank receives within the node what it is missing of its vLLM shard, and
     then reads and writes that shard. Latencies are left out.
     """
-    if config.rollout.is_apart:
+    if config.rollout.is_disaggregated:
         return _sync_between_sides(shape, config, cluster)
     trainer = _Trainer(shape, config, cluster)
-    shard = sampler_weight_bytes(shape, config)
-    sampler_size = config.rollout.tensor_model_parallel_size
-    whole = shard * sampler_size
+    shard = engine_weight_bytes(shape, config)
+    rollout_tp_size = config.rollout.tensor_model_parallel_size
+    model = shard * rollout_tp_size
     per_node = min(cluster.gpus_per_node, cluster.num_gpus)
     # A node's ranks differ in TP first, then in CP and DP, and in PP only if all fit into the node.
     stages = max(1, per_node // (trainer.tp_size * trainer.replica_size))
     share = min(1.0, stages / trainer.pp_size * min(1.0, per_node / trainer.tp_size))
-    across = (1 - share) * whole / per_node / cluster.rate("network")
-    missing = 1 - min(1.0, sampler_size / (trainer.tp_size * trainer.pp_size))
+    across = (1 - share) * model / per_node / cluster.rate("network")
+    missing = 1 - min(1.0, rollout_tp_size / (trainer.tp_size * trainer.pp_size))
     within = missing * shard / cluster.rate("nvlink")
     return max(across, within) + 2 * shard / cluster.rate("memory")
 
@@ -304,20 +308,20 @@ def _sync_between_sides(shape: ModelShape, config: VapoConfig, cluster: Cluster)
     the trainers send. Within a node each rank receives its shard, and writes it: with a lag into
     host memory.
     """
-    shard, rollout = sampler_weight_bytes(shape, config), config.rollout
-    whole = shard * rollout.tensor_model_parallel_size
-    trainers, samplers = config.parallel.world_size, rollout.num_processes
+    shard, rollout = engine_weight_bytes(shape, config), config.rollout
+    model = shard * rollout.tensor_model_parallel_size
+    trainers, rollout_workers = config.parallel.world_size, rollout.num_processes
     if cluster.num_gpus <= cluster.gpus_per_node:
-        wires = max(1.0, samplers / trainers) * shard / cluster.rate("nvlink")
+        wires = max(1.0, rollout_workers / trainers) * shard / cluster.rate("nvlink")
     else:
-        receivers = min(samplers, cluster.gpus_per_node)
-        nodes = -(-samplers // cluster.gpus_per_node)
-        across = max(whole / receivers, nodes * whole / trainers) / cluster.rate("network")
+        receivers = min(rollout_workers, cluster.gpus_per_node)
+        nodes = -(-rollout_workers // cluster.gpus_per_node)
+        across = max(model / receivers, nodes * model / trainers) / cluster.rate("network")
         wires = max(across, shard / cluster.rate("nvlink"))
     return wires + 2 * shard / cluster.rate("memory") + staging_seconds(shape, config, cluster)
 
 
 def staging_seconds(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> float:
     """Copy of a rollout worker's shard to host memory, or back, which only a lag needs."""
-    copied = sampler_weight_bytes(shape, config) if config.rollout.lag else 0
+    copied = engine_weight_bytes(shape, config) if config.rollout.lag else 0
     return copied / cluster.rate("pcie")

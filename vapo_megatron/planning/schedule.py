@@ -1,8 +1,9 @@
 """Seconds of a step where some GPUs train and others sample, event by event over many steps.
 
-The rules are those of rollout/disaggregated: step k is sampled once step k - lag has begun, one
-step after the other; it is trained on once its responses are there; then its weights are sent,
-which takes both sides' time, and the next step begins. The first steps have the weights of step 0.
+The rules are those of rollout/disaggregated: steps are sampled in order, step k once step k - lag
+has started; it is trained on once its responses are finished; then its weights are sent, which
+pauses both trainers and rollout workers, and the next step begins. The first steps use the weights
+of step 0.
 """
 
 from __future__ import annotations
@@ -38,22 +39,22 @@ def steady_state(
     """
     period = len(training)
     count = ROUNDS * (lag + 1) * period
-    begun = [0.0]  # of step k; one more than there are steps
+    started = [0.0]  # of step k; one more than there are steps
     sent: list[float] = []  # when the weights that follow step k are there to be sent
     waited, idle = [], []
     free = 0.0  # the rollout workers, since then
     for k in range(count):
-        start = max(free, begun[max(0, k - lag)])
+        start = max(free, started[max(0, k - lag)])
         idle.append(start - free - sync * sum(free <= at < start for at in sent[-lag - 2 :]))
         free = start + generation[k % period]
         for at in sent[-lag - 2 :]:
             free += sync if start <= at < free else 0.0
-        waited.append(max(0.0, free - begun[k]))
-        sent.append(begun[k] + waited[k] + training[k % period])
-        begun.append(sent[k] + sync)
+        waited.append(max(0.0, free - started[k]))
+        sent.append(started[k] + waited[k] + training[k % period])
+        started.append(sent[k] + sync)
     half = count // 2
     return Timeline(
-        step_seconds=(begun[count] - begun[half]) / (count - half),
+        step_seconds=(started[count] - started[half]) / (count - half),
         trainer_idle_seconds=sum(waited[half:]) / (count - half),
         sampler_idle_seconds=sum(idle[half:]) / (count - half),
     )

@@ -1,7 +1,7 @@
 """Search over splits of the GPUs into those that train and those that sample.
 
-The sides share nothing but the weight sync, so each split gets the fastest trainer that fits and
-the fastest rollout worker that fits. With a lag the slower side decides, without one they add up.
+Trainers and rollout workers share nothing but the weight sync, so each split gets the fastest of
+either that fits. With a lag the slower one decides the step time, without one they add up.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.planning import memory
 from vapo_megatron.planning.cluster import Cluster
 from vapo_megatron.planning.generation import generation
-from vapo_megatron.planning.misfits import Misfit, find_misfit, find_sampler_misfit
+from vapo_megatron.planning.misfits import Misfit, find_misfit, find_rollout_misfit
 from vapo_megatron.planning.plan import Plan, make_plan, model_flops, peak_memory, training_time
 from vapo_megatron.planning.ranking import (
     Fixed,
     Ranking,
     layout_name,
-    sampler_sizes,
+    rollout_tp_sizes,
     trainer_layouts,
     variants,
     with_largest_share,
     with_parallel,
-    with_sampler,
+    with_rollout,
 )
 from vapo_megatron.planning.schedule import steady_state
 from vapo_megatron.planning.workload import Workload
 
 
-class _Samplers(NamedTuple):
+class _RolloutWorkers(NamedTuple):
     """The fastest that fit on one split's sampling GPUs."""
 
     config: VapoConfig
@@ -54,23 +54,23 @@ def rank_splits(
     """
     found = Ranking([], {}, {})
     candidates = []
-    for samplers in _split_sizes(cluster, fixed):
-        split = with_parallel(base, world_size=cluster.num_gpus - samplers)
-        split = with_sampler(split, num_processes=samplers)
-        chosen = _fastest_samplers(shape, split, cluster, workload, fixed)
+    for rollout_workers in _split_sizes(cluster, fixed):
+        split = with_parallel(base, world_size=cluster.num_gpus - rollout_workers)
+        split = with_rollout(split, num_processes=rollout_workers)
+        chosen = _fastest_rollout_workers(shape, split, cluster, workload, fixed)
         if isinstance(chosen, Misfit):
-            found.misfits[f"{samplers} rollout workers"] = chosen
+            found.misfits[f"{rollout_workers} rollout workers"] = chosen
         else:
             at_least = _at_least(shape, chosen, cluster, workload)
-            candidates.append((at_least, samplers, chosen))
+            candidates.append((at_least, rollout_workers, chosen))
     candidates.sort()
     best = math.inf
-    for at_least, samplers, chosen in candidates:
+    for at_least, rollout_workers, chosen in candidates:
         if at_least < best:
             plans, undivided, misfits = _trainers(shape, chosen, cluster, workload, fixed)
             found.plans.extend(plans)
             best = min([best, *(plan.step_seconds for plan in plans)])
-            prefix = f"{samplers} rollout workers, "
+            prefix = f"{rollout_workers} rollout workers, "
             found.undivided.update({prefix + name: why for name, why in undivided.items()})
             found.misfits.update({prefix + name: one for name, one in misfits.items()})
     return found._replace(plans=sorted(found.plans, key=lambda plan: plan.step_seconds))
@@ -102,25 +102,27 @@ def _split_sizes(cluster: Cluster, fixed: Fixed) -> list[int]:
     return [n for n in sizes if n % (fixed.vllm_tp or 1) == 0] or sizes
 
 
-def _fastest_samplers(
+def _fastest_rollout_workers(
     shape: ModelShape, split: VapoConfig, cluster: Cluster, workload: Workload, fixed: Fixed
-) -> _Samplers | Misfit:
+) -> _RolloutWorkers | Misfit:
     found, misfits = [], []
-    for size in sampler_sizes(shape, split, fixed, cluster.gpus_per_node):
-        config = with_sampler(split, tensor_model_parallel_size=size)
+    for size in rollout_tp_sizes(shape, split, fixed, cluster.gpus_per_node):
+        config = with_rollout(split, tensor_model_parallel_size=size)
         config, phases = with_largest_share(shape, config, cluster.gpu_bytes, fixed.vllm_share)
-        if misfit := find_sampler_misfit(shape, config, cluster, phases):
+        if misfit := find_rollout_misfit(shape, config, cluster, phases):
             misfits.append(misfit)
             continue
         tokens = memory.kv_cache_tokens(shape, config, gpu_bytes=cluster.gpu_bytes)
         seconds = generation(shape, config, cluster, workload, tokens).seconds
-        found.append(_Samplers(config, seconds))
+        found.append(_RolloutWorkers(config, seconds))
     if not found:
         return min(misfits, key=lambda one: one.needed)
     return min(found, key=lambda one: one.seconds)
 
 
-def _at_least(shape: ModelShape, chosen: _Samplers, cluster: Cluster, workload: Workload) -> float:
+def _at_least(
+    shape: ModelShape, chosen: _RolloutWorkers, cluster: Cluster, workload: Workload
+) -> float:
     """Lower bound of a step: the trainers do nothing but the updates' products, at full rate."""
     trainers = chosen.config.parallel.world_size
     updates = model_flops(shape, workload) / trainers / cluster.rate("matmul")
@@ -129,7 +131,7 @@ def _at_least(shape: ModelShape, chosen: _Samplers, cluster: Cluster, workload: 
 
 
 def _trainers(
-    shape: ModelShape, chosen: _Samplers, cluster: Cluster, workload: Workload, fixed: Fixed
+    shape: ModelShape, chosen: _RolloutWorkers, cluster: Cluster, workload: Workload, fixed: Fixed
 ) -> Ranking:
     """Plan the trainers of one split, fastest first: the first that fits, or one per layout."""
     layouts, undivided = trainer_layouts(shape, chosen.config, fixed, cluster.gpus_per_node)

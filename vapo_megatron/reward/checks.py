@@ -76,8 +76,8 @@ def start_verifiers(
 ) -> Verifiers | None:
     """Start the verifiers, and refuse problems that they cannot judge. Collective.
 
-    Afterwards problems that hybrid judges name the verifier that was chosen, on every rank, and
-    those left out are not drawn.
+    Afterwards, on every rank, problems of `hybrid` name the verifier it chose, and unusable ones
+    are skipped.
 
     Args:
         reward: the verifiers and their settings.
@@ -99,6 +99,7 @@ def start_verifiers(
     if rank_in_replica == 0:
         verifiers = Verifiers(reward, default)
         verifiers.start()
+
     refusals = reward_model_refusals(has_reward_model=reward_hf_path is not None)
     for dataset, refusal in zip((training, held_out), refusals, strict=True):
         if dataset is None:
@@ -110,6 +111,7 @@ def start_verifiers(
                 chosen, bad = examine(verifiers, dataset, share, refusal)
             except UserError as error:
                 mistake = str(error)
+        # An error must be raised on every rank, or the others wait for this one forever.
         gathered = gather_objects((mistake, bad, chosen))
         if any(mistake for mistake, _, _ in gathered):
             raise ConfigError(max(mistake for mistake, _, _ in gathered))
@@ -120,6 +122,7 @@ def start_verifiers(
         if dist.get_rank() == 0:
             for line in lines:
                 tell(f"warning: {line}")
+
     if mistake := max(gather_objects(_trial(verifiers, training, held_out))):
         raise ConfigError(mistake)
     if training is not None and default is None:

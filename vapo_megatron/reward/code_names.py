@@ -1,14 +1,14 @@
 """Decides which names in a row's assert tests are functions of the program.
 
-A test calls what it tests, and may call helpers. Were every name that a test leaves open taken from
-the program, a program could define `is_close` to be always true. A name is the program's if
+A test calls the function under test, and may call helpers. If every undefined name came from the
+program, a program could redefine `is_close` to return True. A name is the program's if
 
 1. the row names it (entry_point), or a test imports it from `solution`;
 2. it is called, if only by map(), and is the only name that the tests of a row without such leave
    open (of builtins, such as MBPP's `sum`: the only one that all call, if none is open);
 3. some assert calls it, and reads no other open name and no variable of the test.
 
-No other is taken from the program: what needs one fails, and the row is refused.
+No other name is: a test that needs one fails, and the row is refused.
 """
 
 from __future__ import annotations

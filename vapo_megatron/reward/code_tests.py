@@ -1,6 +1,6 @@
-"""Reads the tests of a programming problem, in the shapes in which data sets have them.
+"""Parses the tests of a programming problem from the formats of common data sets.
 
-All become one of three kinds. Nothing of a data set is run here.
+All become one of three kinds. Nothing is executed here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The verifier `code`: runs the response's program against the problem's tests, in a sandbox.
 
-The program meets its input alone. What is expected stays in this process, or goes into a process of
-its own in which no text of the response runs; the comparison is made there.
+The program sees only its input. Expected results stay in this process, or in a separate one that
+never runs code from the response; comparison happens there.
 """
 
 from __future__ import annotations

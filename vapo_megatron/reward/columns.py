@@ -1,6 +1,6 @@
-"""Which columns of a row its verifier reads beside prompt and ground truth.
+"""Which columns of a row its verifier reads, beside prompt and ground truth.
 
-A verdict does not depend on the others: after a repair of one, samples and verdicts stay.
+Verdicts do not depend on other columns, so samples and verdicts stay valid when those change.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ _OF_BUILT_IN = {
     "exact": ("kind", "schema"),
     "code": (*code_tests.COLUMNS, *code_tests.FUNCTION_COLUMNS, *code_tests.SETUP_COLUMNS,
              *code_tests.CODE_COLUMNS, "metadata"),
+    "reasoning_gym": ("reasoning_gym",),
     REWARD_MODEL: (),
 }  # fmt: skip
 _JUDGES: dict[Any, type[Judge]] = {"judge": Judge, "pairwise": Pairwise}

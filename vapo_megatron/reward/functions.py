@@ -26,7 +26,7 @@ DUE = "True or False, a finite number, or a Verdict"
 
 
 class WrongReturn(Exception):
-    """What a verifier returned is not what is due; the message says both."""
+    """A verifier returned a value of the wrong form; the message says both."""
 
 
 def load(name: str) -> Any:
@@ -115,13 +115,13 @@ class FunctionVerifier:
                 results = list(results)
             except TypeError:
                 raise WrongReturn(
-                    f"returned {_shown(results)}, not a list with one of these for each response: "
-                    f"{DUE}"
+                    f"returned {_excerpt(results)}, not a list with one of these for each "
+                    f"response: {DUE}"
                 ) from None
             if len(results) != len(responses):
                 raise WrongReturn(
                     f"returned {len(results)} results for {len(responses)} responses: "
-                    f"{_shown(results)}, not one for each"
+                    f"{_excerpt(results)}, not one for each"
                 )
         else:
             results = [self._function(**arguments, response=text) for text in responses]
@@ -144,7 +144,7 @@ class FunctionVerifier:
         if isinstance(value, bool):
             return Verdict("correct" if value else "wrong")
         if not isinstance(value, int | float) or not math.isfinite(value):
-            raise WrongReturn(f"returned {_shown(result)}, not {DUE}")
+            raise WrongReturn(f"returned {_excerpt(result)}, not {DUE}")
         if self._full_score is None:
             raise WrongReturn(
                 f"returned the number {value:g}, a score, but reward.from_score=null; set it to "
@@ -159,6 +159,6 @@ def _given(problem: Problem) -> dict[str, Any]:
     return {**problem.metadata, **own}
 
 
-def _shown(value: Any) -> str:
+def _excerpt(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."

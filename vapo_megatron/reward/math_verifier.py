@@ -119,7 +119,7 @@ class MathVerifier:
         replies = self._ask([{"gold": gold, "answer": answer} for answer, gold in pairs])
         judged.update(zip(pairs, map(_status, replies)))
         return [
-            Verdict(status or judged[answer, gold], answer=_shown(answer))
+            Verdict(status or judged[answer, gold], answer=_excerpt(answer))
             for answer, gold, status in zip(found, golds, decided)
         ]
 
@@ -227,7 +227,7 @@ def _status(reply: Reply) -> Status:
     return reply["status"]
 
 
-def _shown(answer: str | None) -> str | None:
+def _excerpt(answer: str | None) -> str | None:
     """Return an answer as verdicts have it: without its unit, so that votes count it as one."""
     return None if answer is None or _is_too_long(answer) else clean(answer)
 

@@ -60,7 +60,7 @@ class VerdictStream:
         self._thread = ThreadPoolExecutor(1, "verifier")
         self._waiting: deque[Rollout] = deque()
         self._calls: list[Future[None]] = []
-        self._begun: deque[tuple[list[Rollout], list[str], Iterable[Verdict]]] = deque()
+        self._pending: deque[tuple[list[Rollout], list[str], Iterable[Verdict]]] = deque()
         self._judged: dict[int, Judged] = {}
 
     def submit(self, rollout: Rollout) -> None:
@@ -81,7 +81,7 @@ class VerdictStream:
         if batch:
             assert self._verifier is not None, "responses are judged on a replica's first rank"
             texts = self._decode([r.token_ids for r in batch])
-            self._begun.append((batch, texts, self._verifier.score(texts, problems)))
+            self._pending.append((batch, texts, self._verifier.score(texts, problems)))
 
     def _grouped(self, rollout: Rollout) -> list[Rollout]:
         """Return the response, or its group, of which it is the last; nothing while others miss."""
@@ -101,8 +101,8 @@ class VerdictStream:
         for call in self._calls:
             call.result()
         assert not self._groups, "every response of a group arrives"
-        while self._begun:
-            for rollout, text, verdict in zip(*self._begun.popleft(), strict=True):
+        while self._pending:
+            for rollout, text, verdict in zip(*self._pending.popleft(), strict=True):
                 self._judged[rollout.position] = Judged(text, verdict)
         return [self._judged[r.position] for r in rollouts]
 
@@ -175,6 +175,7 @@ def with_scores(
         of_verdicts.copy_(summary.scores)
     own = {item.rollout.position: i for i, item in enumerate(scored)}
     found = list(scored)
+    # Every rank updates the whole summary, but only its own responses.
     for position in summary.is_pending.nonzero().flatten().tolist():
         name = verifiers.get(int(summary.prompt_indices[position]), reward.verifier)
         verdict = scored_verdict(reward_model_verdict(float(scores[position])), reward, name)

@@ -46,6 +46,7 @@ def settle(
             f"{path}: row {number} (from 0) {unusable[row]}; correct or remove the row, or set "
             "data.skip_unusable=true"
         )
+
     dataset.leave_out(unusable)
     lines = []
     left_out = dataset.left_out
@@ -56,6 +57,8 @@ def settle(
             f"(data.skip_unusable=true), such as {path}, row {number} (from 0), which "
             f"{left_out[min(left_out)]}"
         )
+
+    # Prose is legal, but `math` compares it letter by letter.
     prose = prose_rows(dataset, reward, has_default=has_default)
     if prose:
         path, number = dataset.row(prose[0])

@@ -12,6 +12,8 @@ from vapo_megatron.data.problems import Problem
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.reward.code_verifier import CodeVerifier, longest_seconds
 from vapo_megatron.reward.exact_verifier import ExactVerifier
+from vapo_megatron.reward.gym import check_installed
+from vapo_megatron.reward.gym_verifier import ReasoningGymVerifier
 from vapo_megatron.reward.hybrid import choose
 from vapo_megatron.reward.isolated import IsolatedVerifier
 from vapo_megatron.reward.judge import Judge, Pairwise
@@ -31,6 +33,7 @@ BUILT_IN: dict[str, type | None] = {
     "math": None,
     "exact": ExactVerifier,
     "code": CodeVerifier,
+    "reasoning_gym": ReasoningGymVerifier,
     "judge": Judge,
     "pairwise": Pairwise,
     REWARD_MODEL: None,
@@ -286,6 +289,8 @@ class Verifiers:
             return RewardModelVerifier()
         if issubclass(kind, Judge):
             return kind(**options)
+        if kind is ReasoningGymVerifier:
+            check_installed(f"the verifier {name}")
         seconds = longest_seconds(options) if use == "code" else reward.timeout_seconds
         return self._isolated(use, f"{kind.__module__}:{kind.__name__}", options, seconds)
 

@@ -18,17 +18,17 @@ from vapo_megatron.roles.placed import PlacedModel
 class DeviceSchedule:
     """Moves models and vLLM between the device and the host."""
 
-    def __init__(self, leave_sampler: Callable[[], None], *, is_on: bool) -> None:
+    def __init__(self, sleep_engine: Callable[[], None], *, is_on: bool) -> None:
         """Put vLLM to sleep, to make room for building the models. Collective.
 
         Args:
-            leave_sampler: puts vLLM to sleep unless it already is.
+            sleep_engine: puts vLLM to sleep unless it already is.
             is_on: offload models that a phase does not need; False: all stay on the device.
         """
-        self._leave_sampler, self.is_on = leave_sampler, is_on
+        self._sleep_engine, self.is_on = sleep_engine, is_on
         self._models: dict[str, PlacedModel] = {}
         if is_on:
-            leave_sampler()
+            sleep_engine()
 
     def join(self, role: Role, model: PlacedModel) -> None:
         """Register a newly built model, and offload it."""
@@ -44,7 +44,7 @@ class DeviceSchedule:
             yield
             return
         if self.is_on:
-            self._leave_sampler()
+            self._sleep_engine()
         with contextlib.ExitStack() as stack:
             stack.enter_context(expandable_segments())
             for role, part in held.items():

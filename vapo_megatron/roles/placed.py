@@ -1,4 +1,4 @@
-"""A model's weights, on the device or in host memory, apart from how they are trained."""
+"""A model's weights, on the device or in host memory; training is in trained.py."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from vapo_megatron.config import VapoConfig
 from vapo_megatron.data.batch import StepSummary
 from vapo_megatron.data.microbatch import Microbatch, make_microbatch
 from vapo_megatron.models.hf_config import ModelShape
-from vapo_megatron.models.partition import cut_of
+from vapo_megatron.models.partition import microbatch_options
 from vapo_megatron.models.value_head import values_of
 from vapo_megatron.parallel.context import gather_rows
 from vapo_megatron.parallel.groups import Ranks
@@ -30,7 +30,7 @@ class RewardModel:
     def __init__(self, shape: ModelShape, config: VapoConfig, ranks: Ranks) -> None:
         """Build it; shape: its own, from read_reward_shape."""
         self._ranks = ranks
-        self._cut = cut_of(config.model, config.parallel, ranks)
+        self._options = microbatch_options(config.model, config.parallel, ranks)
         path = config.model.reward_hf_path
         self.placed = PlacedModel(load_model(shape, config, ranks, "reward_model", path))
 
@@ -64,7 +64,7 @@ class RewardModel:
                 waiting.append(microbatch)
             elif chosen.any():
                 batch = microbatch.batch.picked(chosen)
-                waiting.append(make_microbatch(batch, **self._cut))
+                waiting.append(make_microbatch(batch, **self._options))
         scores, own = torch.zeros(len(summary.rewards)), self.compute_scores(waiting)
         # One rank of each replica speaks for all, so that no rounding can make ranks disagree.
         here = self._ranks

@@ -1,6 +1,6 @@
 """Scored rollouts as arrays: what dump.py writes into its files.
 
-What no response has is left out, so that an ordinary dump has no arrays for it.
+Fields that no response uses are omitted, so that an ordinary dump stays small.
 """
 
 from __future__ import annotations
@@ -114,6 +114,7 @@ def unpack(arrays: Mapping[str, np.ndarray]) -> list[ScoredRollout]:
             [tuple(part.tolist()) or None for part in parts["critic_prompt_tokens"]],
         )
     )
+
     bounds = arrays["tokens_lengths"].cumsum()[:-1]
     columns = [dict[str, Any]() for _ in arrays["position"]]
     for name in SAMPLED:
@@ -121,6 +122,7 @@ def unpack(arrays: Mapping[str, np.ndarray]) -> list[ScoredRollout]:
             numbers = arrays[f"column_{name}"]
             for own, part in zip(columns, packed(numbers.dtype.char, np.split(numbers, bounds))):
                 own[name] = part
+    # inserted_at holds (position, count) pairs into one flat array of tokens.
     inserted = iter(arrays.get("inserted_tokens", np.empty(0, np.int32)).tolist())
     rollouts = map(
         Rollout,
@@ -138,6 +140,7 @@ def unpack(arrays: Mapping[str, np.ndarray]) -> list[ScoredRollout]:
         ],
         columns,
     )
+
     verdicts = zip(
         rollouts,
         texts("text"),

@@ -114,18 +114,19 @@ def read_headers(root: Path, step: int) -> list[tuple[Path, FileHeader]]:
     directory = root / f"step_{step:06d}"
     files = [(path, read_header(path)) for path in sorted(directory.glob("*.safetensors"))]
     files.sort(key=lambda item: item[1].first_position)
-    whole = files[0][1].num_responses if files else 0
+    expected = files[0][1].num_responses if files else 0
     found = sum(header.responses for _, header in files)
-    if not files or found != whole:
+    if not files or found != expected:
         raise DataError(
-            f"{directory} has {found} of {whole or 'unknown'} responses in {len(files)} files; "
+            f"{directory} has {found} of {expected or 'unknown'} responses in {len(files)} files; "
             "copy it again from the run that dumped it"
         )
     for path, header in files:
-        if (header.step, header.num_responses) != (step, whole):
+        if (header.step, header.num_responses) != (step, expected):
             raise DataError(
                 f"{path} is from step {header.step} with {header.num_responses} responses, the "
-                f"others from step {step} with {whole}; copy it again from the run that dumped it"
+                f"others from step {step} with {expected}; copy it again from the run that dumped "
+                "it"
             )
     return files
 

@@ -1,9 +1,9 @@
 """Dynamic sampling: rounds until enough groups are mixed, neither all correct nor all wrong.
 
-Where scores are the rewards, a group is mixed if its rewards differ. Before and after each round,
-every rank holds the responses that it sampled itself of the groups kept so far, and of each of
-those groups the number of correct responses and whether it is mixed. A round all-reduces two
-numbers per sampled group, with scores four; responses stay on the rank that sampled them.
+With reward.from_score a group is mixed if its rewards differ. Before and after each round, every
+rank holds its own responses of the groups kept so far, and for all of these groups the number of
+correct responses and whether the group is mixed. A round all-reduces two numbers per sampled group,
+four with scores; responses stay on the rank that sampled them.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ def sample_mixed_groups(
                 mixed = _rewards_differ(scored, of_size, reward)
         of_round = torch.stack([correct, mixed.long(), of_size])
         of_all = torch.cat([of_all, of_round], dim=1)
+        # Groups kept so far compete again with this round's.
         candidates = torch.cat([of_held, of_round], dim=1)
         rows, missing = select_groups(
             candidates[0], candidates[2], num_groups, candidates[1].bool()

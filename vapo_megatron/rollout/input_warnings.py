@@ -1,4 +1,4 @@
-"""What is likely a mistake in prompts and stop tokens, though it may be meant: a line for each."""
+"""Warnings about prompts and stop tokens that are valid but probably mistakes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def input_warnings(inputs: Inputs) -> list[str]:
     """Return warnings about what was read; empty for a replay, which reads no prompts."""
     datasets = [d for d in (inputs.dataset, inputs.held_out) if d is not None]
     lines = [
-        f"{d.path}: {d.begun_twice} prompts of {len(d)} start with the begin token, which the "
+        f"{d.path}: {d.num_double_begin} prompts of {len(d)} start with the begin token, which the "
         "tokenizer adds too; the second is left out"
         for d in datasets
-        if d.begun_twice
+        if d.num_double_begin
     ]
     texts = (row.prompt for dataset in datasets for row in dataset.rows)
     turn = inputs.tokenizer and end_of_turn(inputs.tokenizer)

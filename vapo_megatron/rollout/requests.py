@@ -143,7 +143,7 @@ def start_groups(
         groups.append(
             [
                 Request(
-                    Rollout.begun(prompts[start + i], i, start + i, policy_version),
+                    Rollout.empty(prompts[start + i], i, start + i, policy_version),
                     request_seed(seed, step, role, index, drawn[index] + i, round),
                 )
                 for i in range(size)

@@ -168,7 +168,7 @@ class Sampling(PromptSource):
         return self._algorithm.num_prompts
 
     def skip(self, step: int, num_prompts: int) -> None:
-        """Pass over the prompts that a step has started, whose responses are there."""
+        """Skip prompts of steps already started; their responses are in the checkpoint."""
         self.prompts.next(num_prompts, step)
 
     def holds(self, policy_version: int) -> bool:

@@ -1,4 +1,4 @@
-"""Where a step's rollouts come from: the interface between the trainer and what samples."""
+"""The interface between the trainer and whatever provides its rollouts."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ class RolloutSource(abc.ABC):
     """Of the problems of the last step's prompts, at least; the same on every rank."""
     group: ProcessGroup | None = None
     """Of all ranks that sample or train, over which responses are exchanged; None: the world."""
-    shown_rank: int = 0
-    """Rank in that group whose responses are shown."""
-    elsewhere: Sequence[Span] = ()
+    recorded_rank: int = 0
+    """Rank in that group whose responses are recorded in rollouts/step_*.jsonl."""
+    rollout_spans: Sequence[Span] = ()
     """What the first engine did up to the last step's responses, if processes of its own sample;
     on the main rank."""
 
@@ -116,8 +116,8 @@ class RolloutSource(abc.ABC):
             keep_last=keep_last,
         )
 
-    def shown(self, scored: Sequence[ScoredRollout]) -> Sequence[ScoredRollout]:
-        """Return, on the main rank, the latest step's responses that `shown_rank` sampled.
+    def recorded(self, scored: Sequence[ScoredRollout]) -> Sequence[ScoredRollout]:
+        """Return, on the main rank, the latest step's responses that `recorded_rank` sampled.
 
         At least as many as logging.rollout_groups asks for. scored: as for `dump`.
         """

@@ -1,4 +1,4 @@
-"""What a tokenizer puts around a text: a begin token may be there once, nothing may be behind."""
+"""Special tokens that a tokenizer adds: one begin token at most, and nothing after the text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from vapo_megatron.errors import ConfigError
 
 _TEXTS = ("1 + 1 = ", "2")
-"""Whatever else they become, what is put around them is the same."""
+"""Two texts: what a tokenizer adds around both are its special tokens."""
 
 
 def check_nothing_behind(hf_path: str | Path, tokenizer: Any) -> None:

@@ -121,6 +121,7 @@ def check_tokenizer(
                 f"{vocab_size}; set the ids that end a response"
             )
         return tuple(sorted(set(configured)))
+
     stop: set[int] = set()
     for name in _NAME_EOS:
         eos = _eos(Path(hf_path) / name)
@@ -132,6 +133,7 @@ def check_tokenizer(
                 "there, or set rollout.stop_token_ids"
             )
         stop |= eos
+    # An export records the run's ids; an edited generation_config.json overrides them.
     of_run = exported_stop_tokens(Path(hf_path))
     if of_run and of_run == _eos(Path(hf_path) / _NAME_EOS[0]):
         return tuple(sorted(of_run))
@@ -242,7 +244,7 @@ class ChatTemplate:
             raise DataError("the tokenizer's chat template does not write the row's tools")
         for i, message in enumerate(messages):
             if message["role"] == "tool" or "tool_calls" in message:
-                self._check_shown(text, messages, i, options)
+                self._check_rendered(text, messages, i, options)
         return text.removeprefix(begin)
 
     def _check_variables(self, variables: Mapping[str, Any], tools: Sequence[Any]) -> None:
@@ -263,7 +265,7 @@ class ChatTemplate:
                     "does not use"
                 )
 
-    def _check_shown(
+    def _check_rendered(
         self, text: str, messages: Sequence[Message], i: int, options: Mapping[str, Any]
     ) -> None:
         """Refuse a template that writes the same without a message's calls or a tool's answer."""

@@ -1,7 +1,6 @@
-"""Work for an engine: whole groups, divided among the replicas.
+"""Work for an engine: complete groups, divided among the replicas.
 
-The other work, responses that go on over several steps, is in partial/. Imports neither torch nor
-vllm.
+Partial rollouts are in partial/. Imports neither torch nor vllm.
 """
 
 from __future__ import annotations
@@ -59,6 +58,7 @@ def generate(
         round=sampling.round, policy_version=policy_version,
     )  # fmt: skip
     if not (sampling.whole_groups or sampling.shared):
+        # Nothing needs a group on one replica, so balance by responses.
         groups = [[request] for group in groups for request in group]
     at_once = engine.at_once if sampling.shared else len(prompts)
     assert max(sizes) <= at_once, f"no replica has room for a group of {max(sizes)}"
@@ -96,14 +96,14 @@ def divide(
     """
     first, rest = list[list[T]](), list[Sequence[T]]()
     for share in assign(len(groups), num_replicas):
-        begun, is_full = list[T](), False
+        started, is_full = list[T](), False
         for group in groups[share.start : share.stop]:
-            is_full = is_full or bool(begun) and len(begun) + len(group) > at_once
+            is_full = is_full or bool(started) and len(started) + len(group) > at_once
             if is_full:
                 rest.append(group)
             else:
-                begun += group
-        first.append(begun)
+                started += group
+        first.append(started)
     return first, rest
 
 

@@ -1,6 +1,6 @@
 """What the files of a run directory must hold for the report, checked line by line.
 
-Only what the report reads is checked: other fields may be anything, as other versions write them.
+Only fields that the report reads are checked; other versions may write others.
 """
 
 from __future__ import annotations

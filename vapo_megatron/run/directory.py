@@ -2,7 +2,7 @@
 
 config.yaml (resolved), metrics.jsonl (one row per step), problems.jsonl (one row per step: its
 problems and how many responses to each were correct), held_out.jsonl (the same for evaluations),
-timeline.jsonl (one row per step: when the main trainer and the first sampler were in which phase),
+timeline.jsonl (one row per step: phases of the main trainer and the first rollout worker),
 rollouts/step_*.jsonl (one group of responses per line). Files are replaced atomically or appended
 to by whole lines, so they can be read during the run.
 """

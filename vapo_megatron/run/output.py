@@ -26,7 +26,7 @@ from vapo_megatron.run.metrics import MetricsWriter
 from vapo_megatron.run.phase_timer import PhaseTimer, tokens_per_second
 from vapo_megatron.run.progress import Progress
 from vapo_megatron.run.signs import Signs
-from vapo_megatron.run.token_records import gather_shown, group_records
+from vapo_megatron.run.token_records import gather_token_data, group_records
 
 
 class RunOutput:
@@ -96,14 +96,14 @@ class RunOutput:
             )
 
     def step(
-        self, done: int, metrics: dict[str, float], elsewhere: Sequence[Span] = ()
+        self, done: int, metrics: dict[str, float], rollout_spans: Sequence[Span] = ()
     ) -> dict[str, float]:
         """Write a step's row with times and peak memory; num_tokens becomes tokens_per_second.
 
         Args:
             done: number of the step.
             metrics: of the step.
-            elsewhere: see RolloutSource.
+            rollout_spans: see RolloutSource.
 
         Returns:
             The times.
@@ -120,7 +120,7 @@ class RunOutput:
             row["tokens_per_second"] = tokens_per_second(metrics["num_tokens"], times)
         labels, explanations = self._signs.of(row) if done else ([], [])
         if self._writer is not None:
-            self._writer.write_timeline(done, {"trainer": spans, "sampler": elsewhere})
+            self._writer.write_timeline(done, {"trainer": spans, "sampler": rollout_spans})
             self._progress.step(done, self._writer.write(done, row | times), labels)
         for text in explanations:
             self.note(f"step {done}: {text}")
@@ -151,7 +151,7 @@ class RunOutput:
         entropy: torch.Tensor,
         source: RolloutSource,
     ) -> None:
-        """Write the step's pass rates, and the first groups that the source's shown_rank sampled.
+        """Write the step's pass rates and the first groups from the source's recorded_rank.
 
         Args:
             step: from 0.
@@ -163,18 +163,18 @@ class RunOutput:
         """
         decode = source.decode
         most, groups = self._config.logging.rollout_groups, summary.groups
-        of_rank = (summary.sources == source.shown_rank).nonzero().flatten()
+        of_rank = (summary.sources == source.recorded_rank).nonzero().flatten()
         numbers = groups[of_rank].unique_consecutive(return_inverse=True)[1]
-        shown = of_rank[numbers < most].tolist()
+        positions = of_rank[numbers < most].tolist()
         tokens = {}
-        if shown and decode is not None:
-            tokens = gather_shown(batch, entropy, shown, summary, self._ranks)
+        if positions and decode is not None:
+            tokens = gather_token_data(batch, entropy, positions, summary, self._ranks)
         if self._writer is not None:
             problems = summary.prompt_indices[summary.firsts.unique()].tolist()
             correct = groups[summary.is_correct].bincount(minlength=len(problems)).tolist()
             self._writer.write_problems(step + 1, problems, correct, groups.bincount().tolist())
-            own = {s.rollout.position: s for s in source.shown(scored)}
-            records = group_records([own[p] for p in shown], tokens, decode)
+            own = {s.rollout.position: s for s in source.recorded(scored)}
+            records = group_records([own[p] for p in positions], tokens, decode)
             self._writer.write_rollouts(step + 1, records)
 
 

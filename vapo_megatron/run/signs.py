@@ -1,6 +1,6 @@
-"""Signs in a step's metrics that nothing is learned, or less than could be, and where to look.
+"""Signs in a step's metrics that little or nothing is learned, and where to look.
 
-Each is said on the line of every step that has it; three such steps in a row say what to look at.
+Every affected step's line shows the sign; after three such steps in a row advice follows.
 """
 
 from __future__ import annotations

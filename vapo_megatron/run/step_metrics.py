@@ -31,7 +31,7 @@ from vapo_megatron.parallel.reduce import max_over_world, sum_over_data_parallel
     "rollout/logprob_diff_max",
     "rollout/effective_sample_fraction",
 )
-def sampler_difference(
+def logprob_difference(
     batch: RolloutBatch, limit: float | None, ranks: Ranks, *, is_stale: bool = False
 ) -> dict[str, float]:
     """Compare the inference engine's log-probabilities with the trainer's, before any update.
@@ -63,6 +63,7 @@ def sampler_difference(
     sums = difference_sums(difference, everything, limits.high)
     count, total, num_high = sum_over_data_parallel(sums, ranks).tolist()
     mean, high = total / max(count, 1), num_high / max(count, 1)
+    # The zero is for a rank without response tokens.
     largest = float(max_over_world(torch.cat([difference, torch.zeros(1)]).max()))
     if math.isfinite(largest) and (found := excess(mean, high, limits)):
         raise LogprobsDiffer(
@@ -71,8 +72,10 @@ def sampler_difference(
             "it on 99 % of the tokens: the engine has stale or wrongly sharded weights, or the "
             "limit is too tight for the dtype"
         )
+
     metrics = {"rollout/logprob_diff_mean": mean, "rollout/logprob_diff_max": largest}
     if is_stale:
+        # Kish's effective sample size: (sum r)^2 / (n sum r^2).
         ratio = (batch.old_logprobs - batch.rollout_logprobs).double().exp()
         sums = torch.stack([ratio.sum(), ratio.square().sum()])
         first, second = sum_over_data_parallel(sums, ranks).tolist()
@@ -116,6 +119,7 @@ def step_metrics(
     """
     assert batch.advantages is not None
     everything = torch.ones_like(batch.loss_mask, dtype=torch.bool)
+    # One all-reduce of sums; means and deviations follow from it.
     parts = [masked_sums(entropy, everything), masked_sums(batch.advantages, batch.loss_mask)]
     if batch.values is not None and batch.returns is not None:
         parts.append(moments(batch.values, batch.returns, batch.loss_mask))
@@ -141,6 +145,7 @@ def step_metrics(
         "algorithm/advantage_std": advantage_std,
     }
     if of_values:
+        # As GAE does: a masked truncated response counts no tokens.
         masks = algorithm.overlong_filtering and algorithm.gae_length == "action"
         lambda_actor, _ = resolve_lambdas(
             lengths * ~summary.truncated if masks else lengths,

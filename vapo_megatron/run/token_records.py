@@ -1,8 +1,7 @@
 """Records of the few responses in rollouts/, with values, advantages and entropy of each token.
 
-Each data-parallel rank has those of the responses it trains on, wherever they were sampled. One
-all-reduce per step, of at most 3 * 1024 numbers per response, gives every rank those of the shown
-responses.
+Each data-parallel rank has these for the responses it trains on. One all-reduce per step, of at
+most 3 * 1024 numbers per response, shares those of the recorded responses with every rank.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def kept(length: int) -> list[int]:
     return [*range(_HALF), *range(length - _HALF, length)]
 
 
-def gather_shown(
+def gather_token_data(
     batch: RolloutBatch,
     entropy: Tensor,
     shown: Sequence[int],
@@ -116,7 +115,7 @@ def group_records(
 
     Args:
         shown: responses by position; a group may be incomplete.
-        tokens: from gather_shown.
+        tokens: from gather_token_data.
         decode: as in token_pieces; None: no per-token data in the records.
     """
     records = []

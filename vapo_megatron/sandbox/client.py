@@ -134,7 +134,7 @@ class Sandbox:
 
     def run(self, program: str, text: str, budget: Budget) -> Outcome:
         """Run a program as a script with a standard input -> its standard output."""
-        with self._whole(), _Files() as files:
+        with self._with_template(), _Files() as files:
             (output, writes), (errors, complains) = files.pipe(), files.pipe()
             given = [files.holding(text), writes, complains, _to_run(files, program)]
             process = self._fork("run", budget, given)
@@ -154,7 +154,7 @@ class Sandbox:
         given: the row's own code, which runs before the program.
         """
         call = {"call": function, "arguments": encode(list(arguments)), "keywords": encode({})}
-        with self._whole(), _Files() as files:
+        with self._with_template(), _Files() as files:
             (output, replies), (errors, complains) = files.pipe(), files.pipe()
             its = [files.null(), files.null(), complains, _to_run(files, program, given)]
             its += [files.holding(json.dumps(call)), replies]
@@ -182,7 +182,7 @@ class Sandbox:
         Returns:
             Its output is inside.PASSED if the test ran to its end.
         """
-        with self._whole(), _Files() as files:
+        with self._with_template(), _Files() as files:
             (result, writes), (errors, complains) = files.pipe(), files.pipe()
             program_errors, program_complains = files.pipe()
             (calls, asks), (replies, answers) = files.pipe(), files.pipe()
@@ -198,7 +198,7 @@ class Sandbox:
             return self._collect(result, errors_of, budget)
 
     @contextlib.contextmanager
-    def _whole(self) -> Iterator[None]:
+    def _with_template(self) -> Iterator[None]:
         """Start a template that has died; after an error, end it with whatever it has forked."""
         if self._process is None or self._process.poll() is not None:
             self.close()

@@ -1,4 +1,4 @@
-"""Takes from a forked process all that its program does not need, for good."""
+"""Irrevocably drops every privilege that a forked process's program does not need."""
 
 from __future__ import annotations
 

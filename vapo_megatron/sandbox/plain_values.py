@@ -1,6 +1,6 @@
-"""Values of Python's own types as JSON, between a program and those who judge it.
+"""Values of built-in types as JSON, between a program and the process that judges it.
 
-What arrives has no behaviour of its own: no `__eq__` of a program's class comes through. Objects of
+No behaviour crosses: not a program's own `__eq__`, for example. Objects of
 classes that both sides have, such as LeetCode's ListNode, cross as their attributes.
 """
 

@@ -47,7 +47,7 @@ class _Worker:
 
     def __init__(self, command: Sequence[str], setup: bytes) -> None:
         environment = {**os.environ, "PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1"}
-        # In a session of its own, so that what it starts can be killed with it.
+        # A new session, so that its children can be killed with it.
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=environment,
             start_new_session=True,

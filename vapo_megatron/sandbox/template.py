@@ -1,8 +1,8 @@
 """Forks the sandbox's processes: the interpreter and its modules are loaded once, here.
 
 Run as a script, with the number of a socket. A message is JSON; the files that come with it are
-those of the process to fork. No text of a program, its input or a test passes through this process,
-because what it has seen, a forked process finds in its memory.
+those of the process to fork. No program text, input or test passes through this process, because
+forked processes could read it from inherited memory.
 
     {"modules": [...], "path": [...],                      {"ready": Confinement.refusal} or
      "max_integer_digits": N}                              {"refused": text}

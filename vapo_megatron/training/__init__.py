@@ -1,1 +1,1 @@
-"""The loop with saving and stopping, one step as the paper has it, and what a run builds."""
+"""The training loop with saving and stopping, one step as in the paper, and their set-up."""

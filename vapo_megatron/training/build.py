@@ -65,14 +65,14 @@ class Built:
         self.config = config
         self.run_dir = Path(config.logging.run_dir)
         torch.manual_seed(config.seed)
-        self.sides = backend.initialize_distributed(
+        self.worlds = backend.initialize_distributed(
             config.parallel.timeout_seconds, config.rollout.num_processes
         )
         self.early_stop = EarlyStop(config.checkpoint.grace_seconds)
         rank, world_size = dist.get_rank(), config.num_processes
         self.watchdog = Watchdog(
             config.timeouts, self.run_dir, rank, world_size, self.early_stop.is_signalled,
-            "trainer" if self.sides else "",
+            "trainer" if self.worlds else "",
         )  # fmt: skip
         with self.watchdog.reporting():
             self._build(replay, inputs, verifier)
@@ -122,17 +122,17 @@ class Built:
             self.shape, hf_path, c.data, c.rollout, c.evaluation, seed=c.seed
         )
         inputs = inputs.agreed()
-        if self.sides is not None:
-            if verifier is not None or self.sides.is_sampler:
+        if self.worlds is not None:
+            if verifier is not None or self.worlds.is_rollout_worker:
                 raise ConfigError(
                     "rollout.placement=disaggregated: process "
-                    f"{self.sides.rank} of {self.sides.world_size} is given "
+                    f"{self.worlds.rank} of {self.worlds.world_size} is given "
                     f"{'a verifier' if verifier is not None else 'a trainer'}, but the last "
-                    f"{self.sides.num_samplers} processes sample and judge; give them "
+                    f"{self.worlds.num_rollout_workers} processes sample and judge; give them "
                     "rollout.disaggregated.server.Server, with the verifier"
                 )
             return RemoteSampling(
-                inputs, self.ranks, self.sides, model=c.model, rollout=c.rollout,
+                inputs, self.ranks, self.worlds, model=c.model, rollout=c.rollout,
                 algorithm=c.algorithm, logging=c.logging, waiting=self.watchdog.waiting,
             )  # fmt: skip
         # Imported here, because only what samples may import vLLM.
@@ -162,7 +162,7 @@ class Built:
         remedies += ["parallel.offload=false"] * is_offloaded
         remedies += ["a smaller rollout.lag"] * (config.rollout.lag > 0)
         remedies += ["a smaller algorithm.responses_per_step"]
-        group = None if self.sides is None else self.sides.group
+        group = None if self.worlds is None else self.worlds.group
         check_host_memory(needed.by_purpose, config.parallel, remedies, group)
 
     @property
@@ -193,8 +193,8 @@ class Built:
             if error is None:
                 # No rank leaves while others may still communicate with it.
                 dist.barrier(group=self.source.group)
-            if self.sides is not None:
-                self.sides.close()
+            if self.worlds is not None:
+                self.worlds.close()
             groups.destroy()
             dist.destroy_process_group()
         self.watchdog.close()

@@ -110,7 +110,7 @@ class VapoTrainer(StepTrainer):
             self._take_snapshot(done, unevaluated=known)
             self.early_stop.begin()
             metrics |= self._evaluate(done)
-        self.early_stop.record(self.output.step(done, metrics, self.source.elsewhere))
+        self.early_stop.record(self.output.step(done, metrics, self.source.rollout_spans))
         self._take_snapshot(done)
 
     def _take_snapshot(self, done: int, unevaluated: dict[str, float] | None = None) -> None:

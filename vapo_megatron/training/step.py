@@ -26,7 +26,7 @@ from vapo_megatron.data.microbatch import Microbatch
 from vapo_megatron.data.packing import StepPlan, plan_of
 from vapo_megatron.data.rollout import ScoredRollout
 from vapo_megatron.errors import Stopped
-from vapo_megatron.models.partition import cut_of
+from vapo_megatron.models.partition import microbatch_options
 from vapo_megatron.parallel.exchange import exchange, gather_summary
 from vapo_megatron.parallel.minibatches import (
     MiniBatch,
@@ -50,9 +50,9 @@ from vapo_megatron.roles.advantages import (
 from vapo_megatron.rollout.source import StepRequest
 from vapo_megatron.run.output import kept_if_skipped
 from vapo_megatron.run.step_metrics import (
+    logprob_difference,
     metrics_by_label,
     reward_spread,
-    sampler_difference,
     step_metrics,
 )
 from vapo_megatron.training.build import Built
@@ -130,13 +130,15 @@ class StepTrainer(Built):
             summary, batch, plan = self._distribute(scored, step)
             batch = with_loss_mask(batch, config.algorithm)
         sizes = plan.microbatch_sizes(self.ranks.dp_rank)
-        of_rank = cut_of(config.model, config.parallel, self.ranks)
+        of_rank = microbatch_options(config.model, config.parallel, self.ranks)
 
-        def cut(batch: RolloutBatch) -> list[Microbatch]:
+        def microbatches_of(batch: RolloutBatch) -> list[Microbatch]:
             return make_microbatches(batch, itertools.chain(*sizes), **of_rank)
 
-        microbatches = cut(batch)
-        of_critic = microbatches if batch.critic_prompts is None else cut(batch.for_critic())
+        microbatches = microbatches_of(batch)
+        of_critic = (
+            microbatches if batch.critic_prompts is None else microbatches_of(batch.for_critic())
+        )
 
         # Score what the reward model judges; then every response has its verdict and reward.
         if self.reward_model is not None:
@@ -163,7 +165,7 @@ class StepTrainer(Built):
             old_logprobs, entropy = self.actor.compute_logprobs(microbatches)
             batch = batch.replace(old_logprobs=old_logprobs)
             limit, is_stale = config.rollout.max_logprob_difference, config.rollout.is_stale
-            difference = sampler_difference(batch, limit, self.ranks, is_stale=is_stale)
+            difference = logprob_difference(batch, limit, self.ranks, is_stale=is_stale)
             batch, of_mask = with_policy_mask(batch, config.algorithm, self.ranks)
             batch = with_behaviour(batch, config.rollout)
         if self.reference is not None and self._trains_actor(step):

@@ -113,9 +113,9 @@ def _qkv_bounds(
         counts = []
         for size in sizes:
             in_group = size // num_groups
-            taken = min(left, in_group)
-            counts.append(group * in_group + taken)
-            left -= taken
+            here = min(left, in_group)
+            counts.append(group * in_group + here)
+            left -= here
         return counts
 
     start, stop = bounds(sum(sizes), tp_rank, tp_size)

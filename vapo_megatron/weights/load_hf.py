@@ -114,6 +114,7 @@ def load_hf_weights(
     parameters = local_parameters(chunks, shape, role)
     present = set(reader.names())
     if role == "actor" and shape.tied and OUTPUT in present:
+        # A file may store the tied output; if it differs, it is another model.
         embeddings = [p for p in parameters if p.hf_names == (EMBEDDING,)]
 
         def read(name: str) -> Iterator[Tensor]:
@@ -126,6 +127,7 @@ def load_hf_weights(
     if role in VALUE_ROLES and head is not None and VALUE_HEAD_BIAS in present:
         head.set_bias(reader.read(VALUE_HEAD_BIAS))
     for parameter in parameters:
+        # A policy has no value head: it stays as built.
         if parameter.hf_names == (VALUE_HEAD,) and VALUE_HEAD not in present:
             continue
         shard = layout.merge(

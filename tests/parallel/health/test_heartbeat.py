@@ -87,44 +87,49 @@ def test_where_nobody_shows_that_it_waits_the_line_says_where_all_are():
     assert told.count("rank ") == 8 and told.endswith("at line 7; and 120 more places")
 
 
-TRAINER = {"side": "trainer", "waits": True}
-SAMPLER = {"side": "sampler", "phase": "generation", "position": (90, 0)}
+TRAINER = {"world": "trainer", "waits": True}
+WORKER = {"world": "rollout worker", "phase": "generation", "position": (90, 0)}
 
 
-def test_a_side_that_waits_for_the_other_is_not_measured():
-    """Two trainers wait for two samplers, of which one hangs; their positions do not compare."""
+def test_a_world_that_waits_for_the_other_is_not_measured():
+    """Two trainers wait for two rollout workers and one of these hangs; positions are per world."""
     monitor = Monitor(1000)
-    found = beats(TRAINER, TRAINER, {**SAMPLER, "position": (91, 0)}, SAMPLER)
+    found = beats(TRAINER, TRAINER, {**WORKER, "position": (91, 0)}, WORKER)
     told = overdue_at(monitor, found, (0, 10, 11))
     assert [bool(text) for text in told.values()] == [False, False, True]
-    assert told[11].startswith("rank 3 (sampler, host, process 7) in generation of step 3 has made")
+    assert told[11].startswith(
+        "rank 3 (rollout worker, host, process 7) in generation of step 3 has made"
+    )
     assert "; " not in told[11]
 
 
 def test_a_trainer_that_does_not_come_to_the_samplers_is_named():
-    idle = {"side": "sampler", "waits": True, "position": (9, 0)}
+    idle = {"world": "rollout worker", "waits": True, "position": (9, 0)}
     monitor, here = Monitor(1000), {**TRAINER, "position": (5, 0)}
     found = beats(here, {**TRAINER, "waits": False}, idle)
     assert "rank 1 (trainer, " in overdue_at(monitor, found, (0, 11))[11]
 
 
-def test_the_wait_for_the_other_side_does_not_count_afterwards():
-    idle = {"side": "sampler", "waits": True}
+def test_the_wait_for_the_other_world_does_not_count_afterwards():
+    idle = {"world": "rollout worker", "waits": True}
     monitor = Monitor(1000)
-    assert not monitor.overdue(beats({"side": "trainer"}, SAMPLER), 0)
-    assert not any(overdue_at(monitor, beats(TRAINER, SAMPLER), range(1, 10)).values())
-    # The samplers have come; the trainers go on in the same phase.
-    after = beats({"side": "trainer"}, idle)
+    assert not monitor.overdue(beats({"world": "trainer"}, WORKER), 0)
+    assert not any(overdue_at(monitor, beats(TRAINER, WORKER), range(1, 10)).values())
+    # The rollout workers have come; the trainers go on in the same phase.
+    after = beats({"world": "trainer"}, idle)
     assert not any(overdue_at(monitor, after, range(10, 21)).values())
     assert "rank 0" in monitor.overdue(after, 21)
 
 
-def test_two_sides_that_wait_for_each_other_are_named():
-    idle = {"side": "sampler", "waits": True, "where": "orders.py:80 (wait)"}
+def test_two_worlds_that_wait_for_each_other_are_named():
+    idle = {"world": "rollout worker", "waits": True, "where": "orders.py:80 (wait)"}
     monitor, found = Monitor(1000), beats({**TRAINER, "where": "source.py:9 (_await)"}, idle)
     told = overdue_at(monitor, found, (0, 10, 11))
     assert [bool(text) for text in told.values()] == [False, False, True]
-    assert "each side waits for the other: rank 0 (host, process 7) in critic_update at" in told[11]
+    assert (
+        "trainers and rollout workers wait for each other: rank 0 (host, process 7) in "
+        "critic_update at" in told[11]
+    )
 
 
 @pytest.mark.parametrize("limit,silence", [(10.0, 100.0), (100.0, 10.0)])

@@ -29,15 +29,15 @@ REFUSED = 5
 class Sync:
     """Brings the sum of squares of the trainers' parameters, and the version, to the engines."""
 
-    def __init__(self, shape, ranks, model, rollout, engine, sides=None):
-        self.engine, self.sides = engine, sides
+    def __init__(self, shape, ranks, model, rollout, engine, worlds=None):
+        self.engine, self.worlds = engine, worlds
 
     def publish(self, chunks, policy_version):
         from vapo_megatron.parallel.reduce import gather_objects
 
         parameters = [p for chunk in chunks for p in chunk.parameters()]
         size = sum(float(p.detach().double().square().sum()) for p in parameters) + policy_version
-        said = gather_objects((policy_version, size), self.sides.group)
+        said = gather_objects((policy_version, size), self.worlds.group)
         assert len({version for version, _ in said}) == 1, said
         if self.engine is not None:
             with self.engine.weights_replaced(policy_version):
@@ -128,11 +128,11 @@ def stand_ins():
 def served(settings, make_engine=WorkersEngine):
     """Serve as a rollout worker until the trainers end the run; the server, as it is then."""
     from vapo_megatron.cli.train import SERVED
-    from vapo_megatron.planning.host_memory import sampler_host_bytes
+    from vapo_megatron.planning.host_memory import rollout_host_bytes
     from vapo_megatron.rollout.disaggregated.server import Server
 
     inputs = inputs_of(settings)
-    needed = sampler_host_bytes(inputs.shape, settings, 1).by_purpose
+    needed = rollout_host_bytes(inputs.shape, settings, 1).by_purpose
     sections = {name: getattr(settings, name) for name in SERVED}
     dist.destroy_process_group()
     with stand_ins(), without_vllm(make_engine):
@@ -161,22 +161,22 @@ class Asking:
         s = self.settings = settings
         inputs = inputs_of(s)
         dist.destroy_process_group()
-        self.sides = backend.initialize_distributed(60, s.rollout.num_processes)
+        self.worlds = backend.initialize_distributed(60, s.rollout.num_processes)
         self.ranks = groups.initialize(s.parallel, s.seed)
         with stand_ins():
             self.source = RemoteSampling(
-                inputs, self.ranks, self.sides, model=s.model, rollout=s.rollout,
+                inputs, self.ranks, self.worlds, model=s.model, rollout=s.rollout,
                 algorithm=s.algorithm, logging=s.logging, waiting=contextlib.nullcontext,
             )  # fmt: skip
         self.hidden_size = inputs.shape.hidden_size
-        check_host_memory({}, s.parallel, [], self.sides.group)
+        check_host_memory({}, s.parallel, [], self.worlds.group)
 
     def step(self, step, version, has_time=None):
         """Publish a version if it is new, and train on a step; (positions, metrics)."""
         from vapo_megatron.data.packing import plan_of
         from vapo_megatron.parallel.exchange import exchange, gather_summary
 
-        s, group = self.settings, self.sides.group
+        s, group = self.settings, self.worlds.group
         if not self.source.holds(version):
             self.source.publish((), version)
         asked = StepRequest(step, version, phase, has_time=has_time)
@@ -196,8 +196,8 @@ class Asking:
     def __exit__(self, kind, *_):
         if kind is None:
             self.source.close()
-            dist.barrier(group=self.sides.group)
-        self.sides.close()
+            dist.barrier(group=self.worlds.group)
+        self.worlds.close()
 
 
 @contextlib.contextmanager

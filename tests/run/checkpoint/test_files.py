@@ -16,7 +16,7 @@ from tests.sealed import seal
 from vapo_megatron.data.storage import Abandoned, HashedFile
 from vapo_megatron.errors import CheckpointError
 from vapo_megatron.run.checkpoint import files as checkpoint_files
-from vapo_megatron.run.checkpoint.files import newest_whole
+from vapo_megatron.run.checkpoint.files import newest_complete
 
 
 def make(root, *steps, latest=None):
@@ -65,10 +65,10 @@ DAMAGE = {
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_what_is_damaged_is_named_and_the_one_before_is_used(tmp_path, capsys, kind):
     root = make(tmp_path, 10, 20)
-    assert newest_whole(root).name == "step_000020" and not capsys.readouterr().err
+    assert newest_complete(root).name == "step_000020" and not capsys.readouterr().err
     damage, message = DAMAGE[kind]
     damage(root / "step_000020")
-    assert newest_whole(root) == root / "step_000010"
+    assert newest_complete(root) == root / "step_000010"
     told = capsys.readouterr().err
     assert f"{root}/step_000020 ({message}" in told or f": {message}" in told
     assert "step_000010 is used" in told and told.count("\n") == 1
@@ -85,7 +85,7 @@ def test_without_a_whole_one_it_is_an_error_and_nothing_is_touched(tmp_path):
     (root / "step_000030.partial").mkdir()
     before = listing(root)
     with pytest.raises(CheckpointError) as error:
-        newest_whole(root)
+        newest_complete(root)
     told = str(error.value)
     assert "step_000020 (state.json is damaged" in told and "step_000010 (no checksums" in told
     assert "checkpoint.resume=false" in told and "\n" not in told
@@ -93,21 +93,21 @@ def test_without_a_whole_one_it_is_an_error_and_nothing_is_touched(tmp_path):
 
 
 def test_a_run_that_died_in_its_first_checkpoint_has_none(tmp_path):
-    assert newest_whole(tmp_path / "checkpoints") is None
+    assert newest_complete(tmp_path / "checkpoints") is None
     shutil.move(make(tmp_path / "at", 10) / "step_000010", tmp_path / "step_000010.partial")
-    assert newest_whole(tmp_path) is None
+    assert newest_complete(tmp_path) is None
 
 
 def test_latest_is_the_newest_that_counts(tmp_path):
     """Whoever writes an older name into it goes back; a run that died before it is not set back."""
     root = make(tmp_path, 10, 20, 1_000_000, latest=20)
-    assert newest_whole(root).name == "step_000020"
+    assert newest_complete(root).name == "step_000020"
     (root / "latest").unlink()
-    assert newest_whole(root).name == "step_1000000"
+    assert newest_complete(root).name == "step_1000000"
     (root / "latest").write_text("")
-    assert newest_whole(root).name == "step_1000000"
+    assert newest_complete(root).name == "step_1000000"
     (root / "latest").write_text("step_000015\n")
-    assert newest_whole(root).name == "step_000010"
+    assert newest_complete(root).name == "step_000010"
 
 
 def test_a_run_that_begins_anew_and_its_restarts_leave_what_is_there(tmp_path):
@@ -115,12 +115,12 @@ def test_a_run_that_begins_anew_and_its_restarts_leave_what_is_there(tmp_path):
     assert not list(tmp_path.iterdir()), "there is nothing to give up"
     root = make(tmp_path, 10, 20)
     checkpoint_files.start_from_scratch(root)
-    assert newest_whole(root) is None and sorted(checkpoint_files.step_directories(root)) == [
+    assert newest_complete(root) is None and sorted(checkpoint_files.step_directories(root)) == [
         10,
         20,
     ]
     publish(root, 5)
-    assert newest_whole(root).name == "step_000005"
+    assert newest_complete(root).name == "step_000005"
 
 
 @pytest.mark.parametrize(
@@ -143,9 +143,9 @@ def test_a_restart_goes_on_from_checkpoints_whatever_it_was_told(monkeypatch, na
 def test_one_role_alone_is_read_where_it_alone_is_wanted(tmp_path):
     root = make(tmp_path, 10)
     (root / "step_000010/actor/__0_0.distcp").unlink()
-    assert newest_whole(root, "critic").name == "step_000010"
+    assert newest_complete(root, "critic").name == "step_000010"
     with pytest.raises(CheckpointError, match="all checkpoints are damaged"):
-        newest_whole(root, "actor")
+        newest_complete(root, "actor")
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_publishing_replaces_what_was_damaged(tmp_path):
     root = make(tmp_path, 10, 20)
     change(root / "step_000020/state.json", 0, b"[")
     publish(root, 20, b"again")
-    assert (root / "latest").read_text() == "step_000020" == newest_whole(root).name
+    assert (root / "latest").read_text() == "step_000020" == newest_complete(root).name
     assert (root / "step_000020/state.json").read_text() == "again"
     checkpoint_files.delete_unkept(root, 20, keep_last=2, keep_every=0)
     assert sorted(p.name for p in root.iterdir()) == ["latest", "step_000010", "step_000020"]
@@ -197,7 +197,7 @@ def test_what_cannot_be_deleted_is_told_and_tried_again(tmp_path, monkeypatch, c
         for content in (b"again", b"once more"):
             publish(root, 30, content)
             checkpoint_files.delete_unkept(root, 30, keep_last=1, keep_every=0)
-            assert newest_whole(root).name == "step_000030"
+            assert newest_complete(root).name == "step_000030"
             assert (root / "step_000030/state.json").read_bytes() == content
     told = capsys.readouterr().err.splitlines()
     left = ["step_000020.old", "step_000030.old", "step_000030.old.old"]
@@ -244,7 +244,7 @@ def test_killed_anywhere_while_publishing_a_whole_one_is_left(tmp_path, monkeypa
             assert count[0] < at == 13, "more changes than this test makes fail"
         except Killed:
             pass
-    left = newest_whole(root)
+    left = newest_complete(root)
     assert (left.name, (left / "state.json").read_text()) in [
         ("step_000010", '{"step": 10}'),
         ("step_000020", "again"),

@@ -37,7 +37,7 @@ def train(hf, root, settings, tp, pp, load, saved_at=SAVED_AT, cp=1):
     from vapo_megatron.parallel.context import gather_tokens
     from vapo_megatron.parallel.minibatches import MiniBatch
     from vapo_megatron.roles.critic import Critic
-    from vapo_megatron.run.checkpoint.files import check_optimizer, newest_whole
+    from vapo_megatron.run.checkpoint.files import check_optimizer, newest_complete
     from vapo_megatron.run.checkpoint.load import load_run
     from vapo_megatron.run.checkpoint.writer import CheckpointWriter
 
@@ -80,8 +80,8 @@ def train(hf, root, settings, tp, pp, load, saved_at=SAVED_AT, cp=1):
 
     start = 0
     if load:
-        check_optimizer(newest_whole(root) / "critic", "critic", config, field="")
-        start, state = load_run(newest_whole(root), {"critic": model})
+        check_optimizer(newest_complete(root) / "critic", "critic", config, field="")
+        start, state = load_run(newest_complete(root), {"critic": model})
         assert (start, state) == (saved_at, {"position": 7})
     losses, over = [], threading.Event()
     with CheckpointWriter(root, config.checkpoint) as writer:

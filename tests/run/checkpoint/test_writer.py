@@ -31,7 +31,7 @@ from vapo_megatron.parallel import backend, groups
 from vapo_megatron.parallel.sharded_state import load_model_weights
 from vapo_megatron.roles.critic import Critic
 from vapo_megatron.run.checkpoint import files as checkpoint_files
-from vapo_megatron.run.checkpoint.files import RESTART_COUNTS, find_problems, newest_whole
+from vapo_megatron.run.checkpoint.files import RESTART_COUNTS, find_problems, newest_complete
 from vapo_megatron.run.checkpoint.load import find_start, load_run
 from vapo_megatron.run.checkpoint.writer import CheckpointWriter, _describe
 
@@ -143,7 +143,7 @@ def damaged_in_turn(root, hf):
         if dist.get_rank() == 0:
             file.write_bytes(content[:-1])
         dist.barrier()
-        found[name] = (find_problems(root / "step_000002", None), newest_whole(root).name)
+        found[name] = (find_problems(root / "step_000002", None), newest_complete(root).name)
         dist.barrier()
         file.write_bytes(content)
     return found
@@ -233,7 +233,7 @@ def fill(root, hf, limit):
                 writer.save(2, roles, state)
         messages.append(str(error.value))
     dist.barrier()
-    return messages, newest_whole(root).name, sorted(p.name for p in root.iterdir())
+    return messages, newest_complete(root).name, sorted(p.name for p in root.iterdir())
 
 
 def test_a_full_disk_is_told_in_a_line_and_the_checkpoint_before_it_is_left(workers, tmp_path):
@@ -328,7 +328,7 @@ def load_others(hf, root, shape):
     def refusal(model):
         before = [p.clone() for p in model.placed.model[0].parameters()]
         with pytest.raises(CheckpointError) as error:
-            load_run(newest_whole(root), {"critic": model})
+            load_run(newest_complete(root), {"critic": model})
         same = zip(before, model.placed.model[0].parameters(), strict=True)
         assert all(torch.equal(a, b) for a, b in same), "nothing was loaded"
         return str(error.value)
@@ -347,7 +347,7 @@ def load_others(hf, root, shape):
             load_model_weights(model.placed.model, root / f"step_{step:06d}/critic")
     with CheckpointWriter(root, CheckpointConfig()) as writer:
         writer.save(step + 1, {"critic": model}, {})
-    assert load_run(newest_whole(root), {"critic": model}) == (step + 1, {})
+    assert load_run(newest_complete(root), {"critic": model}) == (step + 1, {})
     assert "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD" not in os.environ
     found["shape"] = refusal(build(shape))
     found["optimizer"] = refusal(build(hf, distributed=False))

@@ -35,9 +35,9 @@ class Case:
     pp: int
     vpp: int
     dp: int
-    sampler_tp: int
+    rollout_tp: int
     gpus_per_node: int = 8
-    samplers: int = 0
+    rollout_workers: int = 0
     """Ranks after the trainer's that sample; 0: the trainer's do."""
 
     @property
@@ -47,15 +47,15 @@ class Case:
 
     @property
     def num_ranks(self) -> int:
-        return self.world_size + self.samplers
+        return self.world_size + self.rollout_workers
 
     @property
-    def sampler_ranks(self) -> range:
-        return range(self.world_size if self.samplers else 0, self.num_ranks)
+    def rollout_ranks(self) -> range:
+        return range(self.world_size if self.rollout_workers else 0, self.num_ranks)
 
     def shard(self, rank: int) -> int:
         """The sampler's tensor-parallel rank."""
-        return (rank - self.sampler_ranks.start) % self.sampler_tp
+        return (rank - self.rollout_ranks.start) % self.rollout_tp
 
     @property
     def shape(self) -> ModelShape:
@@ -68,8 +68,8 @@ class Case:
         )
 
     def __str__(self) -> str:
-        sizes = f"tp{self.tp}-pp{self.pp}-vpp{self.vpp}-dp{self.dp}-vllm{self.sampler_tp}"
-        apart = f"-apart{self.samplers}" if self.samplers else ""
+        sizes = f"tp{self.tp}-pp{self.pp}-vpp{self.vpp}-dp{self.dp}-vllm{self.rollout_tp}"
+        apart = f"-apart{self.rollout_workers}" if self.rollout_workers else ""
         return f"{self.model}-{sizes}-node{self.gpus_per_node}{apart}"
 
 
@@ -102,7 +102,7 @@ def _allowed(model: str, tp: int, pp: int, vpp: int) -> bool:
     return True
 
 
-def sampler_sizes(model: str, world_size: int) -> list[int]:
+def rollout_tp_sizes(model: str, world_size: int) -> list[int]:
     """List the vLLM tensor-parallel sizes of 1, 2, 4, 8 that heads and world size allow."""
     heads = known_shape(model).num_attention_heads
     return [tp for tp in (1, 2, 4, 8) if heads % tp == 0 and world_size % tp == 0]
@@ -123,33 +123,33 @@ class Symbols:
     """By tensor-parallel rank, [rows, columns / column_width]."""
     sampler: list[np.ndarray]
     shared: np.ndarray
-    """[sampler_tp, tp]: elements of a sampler shard that a trainer shard holds."""
+    """[rollout_tp, tp]: elements of a sampler shard that a trainer shard holds."""
 
     known_unions: dict[tuple[frozenset[int], int], int] = dataclasses.field(default_factory=dict)
 
-    def union(self, sampler_tp_ranks: frozenset[int], tp_rank: int) -> int:
+    def union(self, rollout_tp_ranks: frozenset[int], tp_rank: int) -> int:
         """Count the elements of a trainer shard that at least one of some sampler shards needs."""
-        key = sampler_tp_ranks, tp_rank
+        key = rollout_tp_ranks, tp_rank
         if key not in self.known_unions:
-            wanted = np.unique(np.concatenate([self.sampler[j].ravel() for j in sampler_tp_ranks]))
+            wanted = np.unique(np.concatenate([self.sampler[j].ravel() for j in rollout_tp_ranks]))
             common = np.intersect1d(wanted[wanted >= 0], np.unique(self.trainer[tp_rank]))
             self.known_unions[key] = len(common) * self.column_width
         return self.known_unions[key]
 
 
-def symbols(shape: ModelShape, row: Row, tp: int, sampler_tp: int, vocab_rows: int) -> Symbols:
+def symbols(shape: ModelShape, row: Row, tp: int, rollout_tp: int, vocab_rows: int) -> Symbols:
     """Number the elements of a row's HF tensors and cut both sides' shards."""
     sizes = [(*size, 1)[:2] for size in row.shapes(shape)]
     width = sizes[0][1]
     if row.kind == "row":
-        width //= math.lcm(tp, sampler_tp)
+        width //= math.lcm(tp, rollout_tp)
     full, first = [], 0
     for num_rows, columns in sizes:
         count = num_rows * columns // width
         full.append(torch.arange(first, first + count, dtype=torch.int32).view(num_rows, -1))
         first += count
     trainer = _trainer_shards(shape, row, full, tp, vocab_rows)
-    name, sampler = _sampler_shards(shape, row, full, sampler_tp)
+    name, sampler = _engine_shards(shape, row, full, rollout_tp)
     return Symbols(
         row,
         width,
@@ -182,7 +182,7 @@ def _trainer_shards(
     return list(only.chunk(tp, 1)) if row.kind == "row" else [only] * tp
 
 
-def _sampler_shards(
+def _engine_shards(
     shape: ModelShape, row: Row, full: list[Tensor], tp: int
 ) -> tuple[str, list[Tensor]]:
     """Narrow as vLLM's loaders do, under vLLM's names (qwen2.py: hf_to_vllm_mapper)."""
@@ -224,12 +224,12 @@ def qkv_shard(shape: ModelShape, full: list[Tensor], rank: int, tp: int) -> Tens
 
 
 @functools.lru_cache(maxsize=8)
-def all_symbols(model: str, tp: int, sampler_tp: int) -> tuple[list[Symbols], list[Symbols]]:
+def all_symbols(model: str, tp: int, rollout_tp: int) -> tuple[list[Symbols], list[Symbols]]:
     """Return the symbols of one layer, and of what is outside the layers."""
     shape = known_shape(model)
     vocab_rows = trainer_layout(shape, tp_size=tp, pp_size=1, dp_size=1).vocab_rows
     found = [
-        symbols(shape, row, tp, sampler_tp, vocab_rows)
+        symbols(shape, row, tp, rollout_tp, vocab_rows)
         for row in rows(shape, "actor")
         if not row.is_copy
     ]

@@ -1,4 +1,4 @@
-"""The worker processes of test_sync.py: Megatron models, and samplers to publish into."""
+"""The worker processes of test_sync.py: Megatron models, and rollout workers to publish into."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from vapo_megatron.parallel.optimizer import (
 from vapo_megatron.parallel.schedule import forward_backward
 from vapo_megatron.weights.export_hf import export_hf
 from vapo_megatron.weights.reshard import sync as sync_module
-from vapo_megatron.weights.reshard.plan import SAMPLER, LiveWeight
+from vapo_megatron.weights.reshard.plan import ENGINE, LiveWeight
 from vapo_megatron.weights.reshard.sync import WeightSync
 
 LAST_ROW_OF_MLP = "model.layers.3.mlp.down_proj.weight"
@@ -81,12 +81,12 @@ def _sync_between(loaded: Any, engine: Any, config: Any) -> WeightSync:
 
 
 def layouts_into_vllm(
-    tmp: Path, path: Path, sampler_tp: int, layouts: list[Layout], *overrides: str
+    tmp: Path, path: Path, rollout_tp: int, layouts: list[Layout], *overrides: str
 ) -> dict[str, Any]:
     """Load an export into a fresh engine, then publish every layout's weights into it."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     config = engine_jobs.config(
-        tmp, sampler_tp, f"parallel.world_size={world_size}", "rollout.sync_bucket_bytes=20000",
+        tmp, rollout_tp, f"parallel.world_size={world_size}", "rollout.sync_bucket_bytes=20000",
         "rollout.verify_sync_every=2", *overrides,
     )  # fmt: skip
     poison_sleep()
@@ -204,7 +204,7 @@ def verified_versions(tmp: Path, path: Path) -> tuple[list[int], str, Any, float
     def damaging(steps: Any, weights: Any, *rest: Any) -> int:
         count = execute(steps, weights, *rest)
         if dist.get_rank() == 0:
-            weights[SAMPLER, "model.norm.weight"][5] *= -1
+            weights[ENGINE, "model.norm.weight"][5] *= -1
         return count
 
     try:
@@ -251,20 +251,20 @@ def looked_up_afresh(tmp: Path, path: Path) -> str:
 
 
 def between_sides(tmp: Path, path: Path, layout: Layout) -> dict[str, Any]:
-    """Publish from trainers to samplers that are processes of their own."""
+    """Publish from trainers to rollout workers that are processes of their own."""
     from vapo_megatron.parallel import backend
     from vapo_megatron.rollout.disaggregated.staging import Staging
 
-    samplers = dist.get_world_size() - layout.world_size
+    rollout_workers = dist.get_world_size() - layout.world_size
     dist.destroy_process_group()
-    sides = backend.initialize_distributed(60, samplers)
+    worlds = backend.initialize_distributed(60, rollout_workers)
     config = _config(tmp)
     found: dict[str, Any] = {}
-    if sides.is_sampler:
+    if worlds.is_rollout_worker:
         engine = _small_engine()
         staging = Staging(engine)
         shape = read_model_shape(str(path))
-        sync = WeightSync(shape, None, config.model, config.rollout, staging, sides)
+        sync = WeightSync(shape, None, config.model, config.rollout, staging, worlds)
         compared: list[int] = []
         verify = sync.verify
         sync.verify = lambda chunks: compared.append(7) or verify(chunks)
@@ -290,13 +290,13 @@ def between_sides(tmp: Path, path: Path, layout: Layout) -> dict[str, Any]:
     else:
         loaded = load(str(path), layout)
         model, rollout = loaded.config.model, config.rollout
-        sync = WeightSync(loaded.shape, loaded.ranks, model, rollout, None, sides)
+        sync = WeightSync(loaded.shape, loaded.ranks, model, rollout, None, worlds)
         sync.publish(loaded.chunks, 7)
         for _, parameter in all_parameters(loaded.chunks):
             parameter.data.mul_(2)
         sync.publish(loaded.chunks, 8)
         error = engine_jobs.error_of(sync.verify, loaded.chunks)
         found = {"ratio": sync.received_bytes, "error": error}
-    dist.barrier(group=sides.group)
-    sides.close()
+    dist.barrier(group=worlds.group)
+    worlds.close()
     return found

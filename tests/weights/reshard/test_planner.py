@@ -28,11 +28,11 @@ from tests.weights.reshard.cases import (
     Case,
     Symbols,
     all_symbols,
-    sampler_sizes,
+    rollout_tp_sizes,
     trainer_layouts,
 )
 from vapo_megatron.models.known import known_shape
-from vapo_megatron.weights.reshard.plan import SAMPLER, Block, Move, Plan, Slice
+from vapo_megatron.weights.reshard.plan import ENGINE, Block, Move, Plan, Slice
 from vapo_megatron.weights.reshard.planner import make_plan
 from vapo_megatron.weights.table import EMBEDDING
 
@@ -41,8 +41,8 @@ SAME_RANK, SAME_NODE, ACROSS = range(3)
 
 def plan_of(case: Case, *, relay: bool) -> Plan:
     return make_plan(
-        case.shape, case.trainer, case.sampler_tp, gpus_per_node=case.gpus_per_node, relay=relay,
-        samplers=case.sampler_ranks if case.samplers else None,
+        case.shape, case.trainer, case.rollout_tp, gpus_per_node=case.gpus_per_node, relay=relay,
+        rollout_workers=case.rollout_ranks if case.rollout_workers else None,
     )  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def moved(plan: Plan, *, relays: bool) -> np.ndarray:
 
 def contents(case: Case) -> Iterator[tuple[Symbols, list[range], int]]:
     """Yield what the model is made of: symbols, ranks of the stages that hold them, how often."""
-    layer, outside = all_symbols(case.model, case.tp, case.sampler_tp)
+    layer, outside = all_symbols(case.model, case.tp, case.rollout_tp)
     per_stage, last = case.tp * case.dp, case.pp - 1
     stages = [range(p * per_stage, (p + 1) * per_stage) for p in range(case.pp)]
     for symbols in layer:
@@ -104,13 +104,13 @@ def demands(case: Case, *, relay: bool) -> Iterator[Demand]:
             )
             for node in nodes:
                 near = everyone & set(node)
-                samplers = tuple(rank for rank in node if rank in case.sampler_ranks)
-                if relay and not near and samplers:
-                    shards = frozenset(map(case.shard, samplers))
+                rollout_workers = tuple(rank for rank in node if rank in case.rollout_ranks)
+                if relay and not near and rollout_workers:
+                    shards = frozenset(map(case.shard, rollout_workers))
                     count = symbols.sampler[0].size if replicated else symbols.union(shards, t)
-                    yield Demand(samplers, ACROSS, everyone, times * count)
+                    yield Demand(rollout_workers, ACROSS, everyone, times * count)
                     continue
-                for rank in samplers:
+                for rank in rollout_workers:
                     link = SAME_RANK if rank in near else SAME_NODE if near else ACROSS
                     shard = case.shard(rank)
                     count = symbols.sampler[0].size if replicated else symbols.shared[shard, t]
@@ -156,11 +156,11 @@ def check_receivers(case: Case, plan: Plan) -> None:
     """Ranks of a node that hold the same sampler shard divide evenly what comes to it."""
     received = moved(plan, relays=False)[ACROSS, 1]
     for first in range(0, case.num_ranks, case.gpus_per_node):
-        for shard in range(case.sampler_tp):
+        for shard in range(case.rollout_tp):
             ranks = [
                 rank
                 for rank in range(first, min(first + case.gpus_per_node, case.num_ranks))
-                if rank in case.sampler_ranks and case.shard(rank) == shard
+                if rank in case.rollout_ranks and case.shard(rank) == shard
             ]
             if ranks:
                 mean = received[ranks].mean()
@@ -169,19 +169,19 @@ def check_receivers(case: Case, plan: Plan) -> None:
 
 def execute(case: Case, plan: Plan) -> None:
     """Execute every block on integers and compare with vLLM's slices."""
-    layer, outside = all_symbols(case.model, case.tp, case.sampler_tp)
+    layer, outside = all_symbols(case.model, case.tp, case.rollout_tp)
     for block in plan.blocks:
         known = {s.parameter: s for s in (layer if block.layers else outside)}
         names = {m.destination.parameter for m in block.moves}
         assert names == set(known) if block.layers else names <= set(known)
         result = {
             (rank, name): np.full_like(known[name].sampler[case.shard(rank)], -1)
-            for rank in case.sampler_ranks
+            for rank in case.rollout_ranks
             for name in names
         }
         for move in (*block.moves, *block.relays):
             symbols = known[move.destination.parameter]
-            if move.source.chunk == SAMPLER:
+            if move.source.chunk == ENGINE:
                 source = result[move.source_rank, move.source.parameter]
             else:
                 check_source(case, move, symbols)
@@ -246,13 +246,13 @@ def part_of_the_layouts(model: str) -> list[Case]:
     sizes += [2 * sizes[-1]]  # fewer key-value heads than ranks
     allowed = set(trainer_layouts(model))
     for tp in sizes:
-        for sampler_tp in sampler_sizes(model, 64):
+        for rollout_tp in rollout_tp_sizes(model, 64):
             # Stages on several nodes, on one, on part of one, and on ragged parts.
             for pp, vpp, world, node in ((1, 1, 16, 4), (2, 2, 16, 8), (4, 1, 32, 8), (4, 3, 16, 4),
                                          (2, 1, 24, 8)):  # fmt: skip
                 dp = world // (tp * pp)
-                if (tp, pp, vpp, dp) in allowed and tp * pp * dp % sampler_tp == 0:
-                    found.append(Case(model, tp, pp, vpp, dp, sampler_tp, node))
+                if (tp, pp, vpp, dp) in allowed and tp * pp * dp % rollout_tp == 0:
+                    found.append(Case(model, tp, pp, vpp, dp, rollout_tp, node))
     return found
 
 
@@ -271,15 +271,15 @@ def test_part_of_the_layouts(model):
 # Nodes that cut stages, so that senders of a tied embedding start unequal; 64 ranks; norms of each
 # head; no biases; vLLM ranks that share key-value heads.
 OTHERS = (
-    Case("Qwen2.5-0.5B", tp=1, pp=3, vpp=2, dp=3, sampler_tp=1),
-    Case("Qwen2.5-0.5B", tp=1, pp=3, vpp=1, dp=12, sampler_tp=2),
-    Case("Qwen2.5-0.5B", tp=2, pp=4, vpp=3, dp=8, sampler_tp=2),
-    Case("Qwen2.5-7B", tp=4, pp=2, vpp=1, dp=8, sampler_tp=2),
-    Case("Qwen2.5-32B", tp=8, pp=4, vpp=2, dp=2, sampler_tp=4),
-    Case("Qwen3-0.6B", tp=4, pp=2, vpp=2, dp=2, sampler_tp=2, gpus_per_node=4),
-    Case("Llama-3.2-1B", tp=2, pp=4, vpp=1, dp=2, sampler_tp=8, gpus_per_node=8),
-    Case("Qwen2.5-1.5B", tp=4, pp=2, vpp=2, dp=2, sampler_tp=4, gpus_per_node=4),
-    Case("Qwen2.5-3B", tp=1, pp=4, vpp=3, dp=2, sampler_tp=8, gpus_per_node=8),
+    Case("Qwen2.5-0.5B", tp=1, pp=3, vpp=2, dp=3, rollout_tp=1),
+    Case("Qwen2.5-0.5B", tp=1, pp=3, vpp=1, dp=12, rollout_tp=2),
+    Case("Qwen2.5-0.5B", tp=2, pp=4, vpp=3, dp=8, rollout_tp=2),
+    Case("Qwen2.5-7B", tp=4, pp=2, vpp=1, dp=8, rollout_tp=2),
+    Case("Qwen2.5-32B", tp=8, pp=4, vpp=2, dp=2, rollout_tp=4),
+    Case("Qwen3-0.6B", tp=4, pp=2, vpp=2, dp=2, rollout_tp=2, gpus_per_node=4),
+    Case("Llama-3.2-1B", tp=2, pp=4, vpp=1, dp=2, rollout_tp=8, gpus_per_node=8),
+    Case("Qwen2.5-1.5B", tp=4, pp=2, vpp=2, dp=2, rollout_tp=4, gpus_per_node=4),
+    Case("Qwen2.5-3B", tp=1, pp=4, vpp=3, dp=2, rollout_tp=8, gpus_per_node=8),
 )
 
 
@@ -289,28 +289,30 @@ def test_other_models(case, relay):
     check(case, relay=relay)
 
 
-# Samplers of their own: beside the trainers, on nodes of their own, and cut by a node's end; as
-# many, fewer and more, and in shards that are no part of the trainers'.
+# Separate rollout workers: beside the trainers, on their own nodes, and split by a node boundary;
+# as many, fewer and more, and in shards that are no part of the trainers'.
 APART = (
-    Case("Qwen2.5-0.5B", tp=2, pp=1, vpp=1, dp=1, sampler_tp=1, samplers=2),
-    Case("Qwen2.5-7B", tp=4, pp=2, vpp=1, dp=1, sampler_tp=2, samplers=8),
-    Case("Qwen2.5-7B", tp=2, pp=2, vpp=2, dp=3, sampler_tp=4, samplers=8, gpus_per_node=5),
-    Case("Qwen2.5-32B", tp=8, pp=2, vpp=1, dp=2, sampler_tp=4, samplers=24),
-    Case("Llama-3.2-1B", tp=1, pp=4, vpp=1, dp=2, sampler_tp=8, samplers=16, gpus_per_node=8),
+    Case("Qwen2.5-0.5B", tp=2, pp=1, vpp=1, dp=1, rollout_tp=1, rollout_workers=2),
+    Case("Qwen2.5-7B", tp=4, pp=2, vpp=1, dp=1, rollout_tp=2, rollout_workers=8),
+    Case("Qwen2.5-7B", tp=2, pp=2, vpp=2, dp=3, rollout_tp=4, rollout_workers=8, gpus_per_node=5),
+    Case("Qwen2.5-32B", tp=8, pp=2, vpp=1, dp=2, rollout_tp=4, rollout_workers=24),
+    Case(
+        "Llama-3.2-1B", tp=1, pp=4, vpp=1, dp=2, rollout_tp=8, rollout_workers=16, gpus_per_node=8
+    ),
 )
 
 
 @pytest.mark.parametrize("relay", [False, True])
 @pytest.mark.parametrize("case", APART, ids=str)
-def test_samplers_of_their_own(case, relay):
+def test_rollout_workers_of_their_own(case, relay):
     check(case, relay=relay)
     plan = plan_of(case, relay=relay)
     received = moved(plan, relays=False) + moved(plan, relays=True)
     assert not received[:, 1, : case.world_size].any(), "a trainer receives nothing"
     assert not moved(plan, relays=False)[:, 0, case.world_size :].any()
     # Bytes received of the bytes of a shard; every rank of a tensor-parallel size has as many.
-    layer, outside = all_symbols(case.model, 1, case.sampler_tp)
-    for rank in case.sampler_ranks:
+    layer, outside = all_symbols(case.model, 1, case.rollout_tp)
+    for rank in case.rollout_ranks:
         shard = case.shard(rank)
         size = sum((s.sampler[shard] >= 0).sum() * s.column_width for s in outside)
         size += case.shape.num_layers * sum(
@@ -325,8 +327,8 @@ def test_samplers_of_their_own(case, relay):
 @pytest.mark.parametrize("model", MODELS)
 def test_all_layouts_up_to_64_ranks(model, relay):
     for tp, pp, vpp, dp in trainer_layouts(model):
-        for sampler_tp in sampler_sizes(model, tp * pp * dp):
-            case = Case(model, tp, pp, vpp, dp, sampler_tp)
+        for rollout_tp in rollout_tp_sizes(model, tp * pp * dp):
+            case = Case(model, tp, pp, vpp, dp, rollout_tp)
             if vpp == 1:
                 check(case, relay=relay)
                 continue

@@ -21,10 +21,10 @@ from vapo_megatron.models.known import known_shape
 from vapo_megatron.planning.cluster import Cluster
 from vapo_megatron.planning.reshard import full_gather_cost, plan_cost
 from vapo_megatron.weights.holders import TrainerLayout, trainer_layout
-from vapo_megatron.weights.reshard.plan import SAMPLER, Block, Layer, Move, Plan, Slice, Step
+from vapo_megatron.weights.reshard.plan import ENGINE, Block, Layer, Move, Plan, Slice, Step
 from vapo_megatron.weights.reshard.planner import make_plan
 from vapo_megatron.weights.reshard.steps import buckets, steps_of
-from vapo_megatron.weights.reshard.vllm_layout import check_sampler
+from vapo_megatron.weights.reshard.vllm_layout import check_rollout_layout
 from vapo_megatron.weights.table import rows
 
 Parameters = dict[tuple[int, str], np.ndarray]
@@ -46,12 +46,12 @@ class World:
     expected: list[Parameters]
 
 
-def world_of(shape: ModelShape, trainer: TrainerLayout, sampler_tp: int) -> World:
+def world_of(shape: ModelShape, trainer: TrainerLayout, rollout_tp: int) -> World:
     """Build every rank's parameters under their full names, the layers' elements apart."""
     world = World([{} for _ in range(trainer.world_size)], [{} for _ in range(trainer.world_size)])
     last = trainer.pp_size - 1
     for row in rows(shape, "actor"):
-        found = symbols(shape, row, trainer.tp_size, sampler_tp, trainer.vocab_rows)
+        found = symbols(shape, row, trainer.tp_size, rollout_tp, trainer.vocab_rows)
         if "{}" not in row.hf[0]:
             is_embedding = row.megatron[0].startswith("embedding")
             stage, chunk = (0, 0) if is_embedding else (last, len(trainer.layers[-1]) - 1)
@@ -89,7 +89,7 @@ def place(
         theirs = found.parameter if layer is None else found.parameter.format(layer)
         for rank, expected in enumerate(world.expected):
             shard = found.sampler[rank % len(found.sampler)]
-            expected[SAMPLER, theirs] = np.where(
+            expected[ENGINE, theirs] = np.where(
                 np.repeat(shard, found.column_width, 1) < 0, -1, widened(shard)
             )
 
@@ -152,13 +152,13 @@ LAYOUTS = [
 @pytest.mark.parametrize("relay", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_steps_put_every_element_in_its_place(layout, relay):
-    tp, pp, vpp, dp, sampler_tp, node, tied, bucket_bytes = layout
+    tp, pp, vpp, dp, rollout_tp, node, tied, bucket_bytes = layout
     shape = tiny(tied=tied)
     trainer = trainer_layout(
         shape, tp_size=tp, pp_size=pp, vpp_size=vpp, dp_size=dp, make_vocab_size_divisible_by=8
     )
-    plan = make_plan(shape, trainer, sampler_tp, gpus_per_node=node, relay=relay)
-    world = world_of(shape, trainer, sampler_tp)
+    plan = make_plan(shape, trainer, rollout_tp, gpus_per_node=node, relay=relay)
+    world = world_of(shape, trainer, rollout_tp)
     steps = [steps_of(plan, rank, bucket_bytes) for rank in range(plan.world_size)]
     for found, expected in zip(execute(steps, world), world.expected, strict=True):
         assert all((found[name] == expected[name]).all() for name in expected)
@@ -213,7 +213,7 @@ def test_a_bucket_that_is_too_small_is_refused():
 )
 def test_what_vllm_could_not_load_is_refused(tp_size, message):
     with pytest.raises(ConfigError, match=message):
-        check_sampler(known_shape("Qwen2.5-32B"), tp_size, world_size=12)
+        check_rollout_layout(known_shape("Qwen2.5-32B"), tp_size, world_size=12)
 
 
 def part_of(rows_: int, columns: int) -> Slice:

@@ -39,10 +39,10 @@ RUNS = [
 
 @pytest.mark.parametrize("run", RUNS)
 def test_live_weights_and_responses_are_those_of_the_export(vllm_workers, tmp_path, run):
-    world_size, model, sampler_tp, layouts, *overrides = run
+    world_size, model, rollout_tp, layouts, *overrides = run
     path = write_tiny_hf(tmp_path / "model", **model)
     write_tiny_tokenizer(path, 300)
-    arguments = (tmp_path, path, sampler_tp, layouts, *overrides)
+    arguments = (tmp_path, path, rollout_tp, layouts, *overrides)
     results = vllm_workers.run(world_size, jobs.layouts_into_vllm, *arguments, timeout_seconds=280)
     for found in results:
         expected = found["expected"]
@@ -130,12 +130,14 @@ def expected_of(path, factor):
 
 
 @pytest.mark.parametrize(
-    ("layout", "samplers"),
+    ("layout", "rollout_workers"),
     [(Layout(2, 1), 2), pytest.param(Layout(1, 1), 1, marks=SLOW)],
     ids=str,
 )
-def test_samplers_of_their_own_receive_their_shard_once(workers, tmp_path, small, layout, samplers):
-    size = layout.world_size + samplers
+def test_samplers_of_their_own_receive_their_shard_once(
+    workers, tmp_path, small, layout, rollout_workers
+):
+    size = layout.world_size + rollout_workers
     results = workers.run(size, jobs.between_sides, tmp_path, small, layout)
     trainers, received = results[: layout.world_size], results[layout.world_size :]
     for rank, found in enumerate(received, layout.world_size):
@@ -146,7 +148,7 @@ def test_samplers_of_their_own_receive_their_shard_once(workers, tmp_path, small
             wrong = [n for n, t in expected.items() if not torch.equal(found[name][n], t)]
             assert wrong == [], name
         assert found["version"] == 8 and found["compared"] == [7], "the first is always compared"
-        assert found["ratio"] == 1 and found["total"] == samplers
+        assert found["ratio"] == 1 and found["total"] == rollout_workers
         assert f"rank {rank}: model.norm.weight, rows 0 to 63" in found["error"]
     assert {found["ratio"] for found in trainers} == {0}
     assert {found["error"] for found in trainers} == {received[0]["error"]}

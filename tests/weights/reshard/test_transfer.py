@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from tests.weights.loaded import Layout, load
 from tests.weights.tiny_hf import write_tiny_hf
 from vapo_megatron.weights.holders import trainer_layout
-from vapo_megatron.weights.reshard.plan import SAMPLER, LiveWeight, Move, Slice, Step, Transfer
+from vapo_megatron.weights.reshard.plan import ENGINE, LiveWeight, Move, Slice, Step, Transfer
 from vapo_megatron.weights.reshard.planner import make_plan
 from vapo_megatron.weights.reshard.steps import steps_of
 from vapo_megatron.weights.reshard.sync import all_weights
@@ -65,7 +65,7 @@ def _bits(tensors):
 def _carried_out(path, case, bucket_bytes, during=contextlib.nullcontext):
     """For each bucket size: (bytes received, bytes planned, steps, names that differ)."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    layout, sampler_tp, dtype, gpus_per_node = case
+    layout, rollout_tp, dtype, gpus_per_node = case
     loaded = load(str(path), layout)
     sizes = {"tp_size": layout.tp, "pp_size": layout.pp, "vpp_size": layout.vpp or 1}
     trainer = trainer_layout(
@@ -73,11 +73,11 @@ def _carried_out(path, case, bucket_bytes, during=contextlib.nullcontext):
         make_vocab_size_divisible_by=64,
     )  # fmt: skip
     plan = make_plan(
-        loaded.shape, trainer, sampler_tp, gpus_per_node=gpus_per_node,
+        loaded.shape, trainer, rollout_tp, gpus_per_node=gpus_per_node,
         bytes_per_element=dtype.itemsize, relay=gpus_per_node < world_size,
     )  # fmt: skip
     num_relays = sum(len(block.relays) for block in plan.blocks)
-    expected = _expected(path, sampler_tp, rank % sampler_tp, dtype)
+    expected = _expected(path, rollout_tp, rank % rollout_tp, dtype)
     planned = sum(m.source.num_elements for m in plan.received(rank) if m.source_rank != rank)
     found = []
     for size in bucket_bytes:
@@ -160,7 +160,7 @@ def _uneven():
     """
     rank = dist.get_rank()
     row = {r: Slice(0, "a", 0, c, 1, 1) for c, r in enumerate("abcde")}
-    into = {r: part._replace(chunk=SAMPLER) for r, part in row.items()}
+    into = {r: part._replace(chunk=ENGINE) for r, part in row.items()}
     to = {
         0: [Step((), (Transfer(1, (row["a"],)),), (Transfer(1, (into["b"],)),)),
             Step((), (Transfer(1, (row["b"], row["c"])),), ()),
@@ -173,7 +173,7 @@ def _uneven():
             Step((), (), (Transfer(0, (into["d"],)),))],
     }  # fmt: skip
     source, target = torch.arange(5.0)[None] + 100 * rank, torch.full((1, 5), -1.0)
-    weights = {(0, "a"): source, (SAMPLER, "a"): target}
+    weights = {(0, "a"): source, (ENGINE, "a"): target}
     received = [execute(to[rank], weights, torch.float32, CPU) for _ in range(20)]
     return target[0].tolist(), set(received)
 

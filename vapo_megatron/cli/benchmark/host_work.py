@@ -1,4 +1,4 @@
-"""Times what a rank's CPU does with every response token of a step, sampling and verdicts apart."""
+"""Times a rank's CPU work per response token of a step, without sampling and verdicts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from vapo_megatron.roles.advantages import (
     with_policy_mask,
     with_positive_examples,
 )
-from vapo_megatron.run.step_metrics import sampler_difference, step_metrics
+from vapo_megatron.run.step_metrics import logprob_difference, step_metrics
 
 Result = TypeVar("Result")
 PROMPT_TOKENS = 250
@@ -128,7 +128,7 @@ def _measure(scored: list[ScoredRollout], ranks: Ranks) -> dict[str, Seconds]:
         lambda: make_microbatches(batch, itertools.chain(*sizes), multiple_of=1),
     )
     batch = _scored_by_models(batch)
-    clock("sampler's difference", lambda: sampler_difference(batch, None, ranks))
+    clock("sampler's difference", lambda: logprob_difference(batch, None, ranks))
     batch, _ = clock("sampler's correction", lambda: with_policy_mask(batch, algorithm, ranks))
     batch = clock(
         "lambdas, GAE, whitening", lambda: with_advantages(summary, batch, algorithm, ranks)
@@ -148,6 +148,6 @@ def _measure(scored: list[ScoredRollout], ranks: Ranks) -> dict[str, Seconds]:
 
 
 def _scored_by_models(batch: RolloutBatch) -> RolloutBatch:
-    """The batch with values and the trainer's log-probabilities, near the sampler's."""
+    """The batch with values and the trainer's log-probabilities, near the engine's."""
     logprobs = batch.rollout_logprobs
     return batch.replace(old_logprobs=logprobs * 1.001, values=logprobs + 0.5)

@@ -32,7 +32,7 @@ from vapo_megatron.rollout.inputs import Inputs
 from vapo_megatron.weights.table import hf_tensors
 
 LAYOUTS = {
-    # processes -> (TP and PP of the trainer, the rest is data parallel; TP of the sampler)
+    # processes -> (TP and PP of the trainer, the rest is data parallel; TP of vLLM)
     2: [(2, 1, 1), (1, 2, 1), (2, 1, 2), (1, 1, 2), (1, 2, 2)],
     4: [(2, 2, 1), (4, 1, 1), (2, 2, 2), (1, 2, 2), (2, 2, 4)],
 }
@@ -44,7 +44,7 @@ class Measured(NamedTuple):
     received: int
     """Bytes by the plan."""
     missing: int
-    """Bytes of its sampler shard that are not in its trainer shard."""
+    """Bytes of its engine shard that are not in its trainer shard."""
     unheld: int
     """Bytes of the whole model that are not in its trainer shard; a full gather brings them."""
     seconds: list[float]
@@ -153,12 +153,12 @@ def _rank(
     init = f"file://{directory}/init_{world_size}"
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world_size)
     done, bar = 0, ProgressBar(f"layouts of {world_size} processes")
-    for sampler_tp in sorted({layout[2] for layout in layouts}):
+    for rollout_tp in sorted({layout[2] for layout in layouts}):
         config = load_config(
             [],
             [
                 f"parallel.world_size={world_size}", "model.dtype=float32",
-                f"rollout.tensor_model_parallel_size={sampler_tp}",
+                f"rollout.tensor_model_parallel_size={rollout_tp}",
                 "rollout.max_prompt_tokens=64", "rollout.max_response_tokens=64",
             ],
         )  # fmt: skip
@@ -169,12 +169,12 @@ def _rank(
             dtype="float32", seed=0, offload=False,
         )  # fmt: skip
         for tp_size, pp_size, wanted in layouts:
-            if wanted == sampler_tp:
+            if wanted == rollout_tp:
                 mine = measure(directory, count, engine, config, (tp_size, pp_size), repeats)
                 ranks: list[Any] = [None] * world_size
                 dist.all_gather_object(ranks, mine)
                 if rank == 0:
-                    _report((tp_size, pp_size, sampler_tp), ranks)
+                    _report((tp_size, pp_size, rollout_tp), ranks)
                 done += 1
                 bar.show(done, len(layouts))
         engine.shutdown()
@@ -183,14 +183,14 @@ def _rank(
 
 
 def _report(layout: tuple[int, int, int], ranks: list[Measured]) -> None:
-    tp_size, pp_size, sampler_tp = layout
-    dp_size, replicas = len(ranks) // (tp_size * pp_size), len(ranks) // sampler_tp
+    tp_size, pp_size, rollout_tp = layout
+    dp_size, replicas = len(ranks) // (tp_size * pp_size), len(ranks) // rollout_tp
     received, missing = sum(r.received for r in ranks), sum(r.missing for r in ranks)
     assert received or not missing, "nothing was received"
     ratio = received / missing if missing else 1.0
     plan = statistics.median(ranks[0].seconds)
     gather = statistics.median(ranks[0].gather_seconds)
-    name = f"TP{tp_size} PP{pp_size} DP{dp_size} -> {replicas} x TP{sampler_tp}"
+    name = f"TP{tp_size} PP{pp_size} DP{dp_size} -> {replicas} x TP{rollout_tp}"
     by_plan = " ".join(f"{r.received / 1e6:.1f}" for r in ranks)
     by_gather = " ".join(f"{r.unheld / 1e6:.1f}" for r in ranks)
     print(

@@ -60,7 +60,7 @@ def _evaluate(options: argparse.Namespace, worker: Sequence[str]) -> Path | None
         return None
     step = evaluation.header.get("step")
     of_step = "" if step is None else f" (step {step})"
-    _print_table(found.whole, f"{options.checkpoint}{of_step} on {options.data}")
+    _print_table(found.overall, f"{options.checkpoint}{of_step} on {options.data}")
     for name, (count, statistics) in found.by_verifier.items():
         _print_table(statistics, f"{count} of {evaluation.header['num_problems']} problems: {name}")
     return out

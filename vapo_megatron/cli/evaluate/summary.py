@@ -19,7 +19,7 @@ from vapo_megatron.rollout.evaluation.statistics import Estimate, as_json, estim
 class Summary(NamedTuple):
     """The statistics of an evaluation, by name."""
 
-    whole: dict[str, Estimate]
+    overall: dict[str, Estimate]
     by_verifier: dict[str, tuple[int, dict[str, Estimate]]]
     """Each verifier's number of problems, and their statistics; empty where there is only one."""
 
@@ -60,18 +60,18 @@ def _sum_up(out: Path, evaluation: Evaluation, config: VapoConfig) -> Summary:
     groups: dict[str, list[dict[str, float]]] = {}
     for verifier, values in found.values():
         groups.setdefault(verifier, []).append(values)
-    whole = estimates([values for _, values in found.values()], seed)
+    overall = estimates([values for _, values in found.values()], seed)
     by_verifier = {}
     if len(groups) > 1:
         by_verifier = {
             name: (len(values), estimates(values, seed)) for name, values in sorted(groups.items())
         }
     left_out = len(evaluation.dataset.left_out)
-    written = {**header, "left_out": left_out, "statistics": as_json(whole)}
+    written = {**header, "left_out": left_out, "statistics": as_json(overall)}
     if by_verifier:
         written["by_verifier"] = {
             name: {"num_problems": count, "statistics": as_json(statistics)}
             for name, (count, statistics) in by_verifier.items()
         }
     replace_file(out.with_suffix(".json"), json.dumps(written, indent=1) + "\n")
-    return Summary(whole, by_verifier)
+    return Summary(overall, by_verifier)

@@ -12,7 +12,7 @@ from vapo_megatron.data.chat import (
     refuse_options,
     template_options,
 )
-from vapo_megatron.data.ground_truths import answer_text, shown
+from vapo_megatron.data.ground_truths import answer_text, excerpt
 from vapo_megatron.data.problems import prompt_text
 from vapo_megatron.errors import DataError
 from vapo_megatron.reward.extraction import MAX_ANSWER_CHARACTERS, final_answer
@@ -205,8 +205,8 @@ def read_problem(
     if needs_answers and not answer:
         column = shape.answer_column or shape.prompt_column
         raise NoAnswer(
-            f"{where}: {column}={shown(row[column])} has no answer; correct or remove the row, or "
-            "accept such rows with --without-answers, for a verifier that needs none, or leave "
+            f"{where}: {column}={excerpt(row[column])} has no answer; correct or remove the row, "
+            "or accept such rows with --without-answers, for a verifier that needs none, or leave "
             "them out with --skip-unusable"
         )
     return Question(problem, answer, tuple(earlier))
@@ -230,7 +230,7 @@ def _final_answer(response: Any, column: str, where: str) -> str:
     found = final_answer(text)
     if found is None and (len(text) > MAX_ANSWER_CHARACTERS or is_prose(text)):
         raise DataError(
-            f"{where}: the last message of {column}, {shown(text)}, has no final answer behind "
+            f"{where}: the last message of {column}, {excerpt(text)}, has no final answer behind "
             "\\boxed, 'Answer:' or ####; name a column with --prompt-column and --answer-column"
         )
     return found or text
@@ -260,7 +260,7 @@ def strip_instructions(prompt: str) -> str:
 def _ground_truth(value: Any, column: str, where: str) -> Any:
     if not isinstance(value, dict) or "ground_truth" not in value:
         raise DataError(
-            f"{where}: {column} must hold ground_truth, found {shown(value)}; correct or remove "
+            f"{where}: {column} must hold ground_truth, found {excerpt(value)}; correct or remove "
             "the row"
         )
     return value["ground_truth"]
@@ -270,8 +270,8 @@ def _after_mark(value: Any, shape: Shape, where: str) -> str:
     _, mark, answer = str(value).rpartition("####")
     if not mark:
         raise DataError(
-            f"{where}: {shape.answer_column}={shown(value)} has no '####', behind which the shape "
-            "gsm8k has its answer; where the whole column is the answer, give "
+            f"{where}: {shape.answer_column}={excerpt(value)} has no '####', behind which the "
+            "shape gsm8k has its answer; where the whole column is the answer, give "
             f"--prompt-column {shape.prompt_column} --answer-column {shape.answer_column}"
         )
     return answer

@@ -16,6 +16,10 @@ format is detected from the columns:
 Prompts are texts or chat messages. Duplicate problems are kept once. Problems whose duplicates
 disagree on the answer, and those with too many tokens, are dropped and counted. Other columns stay.
 The first prompt is printed as its tokens read.
+
+  vapo prepare --reasoning-gym chain_sum,gcd --rows 2000 --out train.parquet --tokenizer DIR
+
+makes the rows with the tasks of the package reasoning_gym.
 """
 
 from __future__ import annotations
@@ -27,6 +31,12 @@ from pathlib import Path
 
 from vapo_megatron.cli.command import Parser, run
 from vapo_megatron.cli.prepare.columns import SHAPES, choose_shape
+from vapo_megatron.cli.prepare.gym import (
+    add_options,
+    add_task_option,
+    prepare_tasks,
+    refuse_mixed,
+)
 from vapo_megatron.cli.prepare.prepare import prepare
 from vapo_megatron.cli.prepare.rows import ALL
 from vapo_megatron.cli.prepare.summary import TEMPLATES
@@ -49,6 +59,11 @@ def _prepare(options: argparse.Namespace) -> str:
 
     if not Path(options.tokenizer).is_dir():
         raise DataError(missing_model("--tokenizer", options.tokenizer))
+    refuse_mixed(options)
+    if options.reasoning_gym is not None:
+        with MathVerifier() as verifier:
+            written = prepare_tasks(options, load_tokenizer(options.tokenizer), verifier)
+        return "\n".join(f"{summary.describe()}\n{out}" for summary, out in written)
     with MathVerifier() as verifier, Verifiers(RewardConfig(verifier="code")) as code_verifier:
         summary = prepare(
             options.data,
@@ -78,10 +93,12 @@ def _parser() -> Parser:
     usage = "vapo prepare --data FILE [FILE ...] --out FILE.parquet --tokenizer DIR [options]"
     parser = Parser(prog="vapo prepare", usage=usage, description=__doc__)
     files = parser.add_argument_group("files")
-    files.add_argument(
-        "--data", nargs="+", required=True, metavar="FILE",
+    source = files.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--data", nargs="+", metavar="FILE",
         help=".jsonl, .csv, .parquet, or OWNER/NAME[:FILE] on the hub",
     )  # fmt: skip
+    add_task_option(source)
     files.add_argument("--out", type=Path, required=True, metavar="FILE.parquet")
     files.add_argument("--overwrite", action="store_true", help="replace --out")
     files.add_argument(
@@ -125,4 +142,5 @@ def _parser() -> Parser:
         "--drop-columns", nargs="+", default=(), metavar="NAME",
         help=f"other columns to leave out, or {ALL}; default: all are kept",
     )  # fmt: skip
+    add_options(parser)
     return parser

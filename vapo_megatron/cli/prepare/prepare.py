@@ -88,6 +88,7 @@ def prepare(
     solution_column: str | None = None,
     code_verifier: RunningVerifier | None = None,
     overwrite: bool = False,
+    made: Callable[[Summary], Iterator[tuple[Shape, str, dict[str, Any]]]] | None = None,
 ) -> Summary:
     """Write a parquet file with the columns `prompt` and `answer`, and the rows' other columns.
 
@@ -109,6 +110,7 @@ def prepare(
             solutions.py. None: nothing is run.
         code_verifier: `code`, which runs them; given with solution_column.
         overwrite: replace out.
+        made: yields (shape, where, row) in place of sources, and counts the rows.
 
     Raises:
         DataError: names the file, the line or row, the problem and the remedy.
@@ -116,10 +118,9 @@ def prepare(
     _check_options(out, max_prompt_tokens, overwrite, dropped, solution_column)
     render = make_template(template, tokenizer)
     summary = Summary([], template, max_prompt_tokens)
-    read = functools.partial(
-        _rows, [find_file(source) for source in sources], choose,
-        [name for name in dropped if name != solution_column], summary,
-    )  # fmt: skip
+    paths = [find_file(source) for source in sources]
+    unread = [name for name in dropped if name != solution_column]
+    read = functools.partial(made or functools.partial(_rows, paths, choose, unread), summary)
     kept = _distinct(
         read, template, summary, needs_answers=needs_answers, skip=skip_unusable,
         solution_column=solution_column, dropped=dropped,

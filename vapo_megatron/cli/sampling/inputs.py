@@ -93,6 +93,7 @@ def check(checkpoint: Path, data: Path, config: VapoConfig, out: Path | None = N
     hf_path = find_hf_directory(checkpoint)
     tokenizer = load_tokenizer(hf_path)
     template = ChatTemplate(tokenizer, noted_date(out) or date_of_run(checkpoint))
+    # The default limit is for training; an evaluation skips no problem unless asked to.
     is_limited = "max_prompt_tokens" in config.rollout.model_fields_set
     with ProgressBar("prompts") as bar:
         dataset = read_prompts(
@@ -111,6 +112,7 @@ def check(checkpoint: Path, data: Path, config: VapoConfig, out: Path | None = N
     sampling_settings(config.evaluation, rollout.max_response_tokens)
     max_model_len(shape, rollout)
     known = {"step": exported_step(hf_path), "date": template.date}
+    # What must agree when an interrupted evaluation continues the samples file.
     header = {
         "checkpoint": str(checkpoint), **{k: v for k, v in known.items() if v is not None},
         "weights": weights_digest(hf_path), "data": str(data),

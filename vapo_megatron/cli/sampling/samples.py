@@ -1,4 +1,4 @@
-"""Samples and judges what a file of samples lacks, in one process or on all ranks of torchrun.
+"""Samples and judges the problems missing from a samples file, under torchrun or alone.
 
 Every rank holds a shard of a vLLM replica. The first rank of each replica writes its samples, and
 rank 0 merges them.
@@ -163,6 +163,7 @@ def _sample(
     tp_size = config.rollout.tensor_model_parallel_size
     written = 0
     with contextlib.ExitStack() as stack:
+        # Only training data may leave verdicts to the reward model.
         training, held_out = (evaluation.dataset, None) if can_wait else (None, evaluation.dataset)
         verifier = start_verifiers(
             config.reward, training, held_out, tp_size,
@@ -198,6 +199,7 @@ def _sample(
                 ]  # fmt: skip
                 append(part, lines)
             written += len(judged)
+    # A replica that lost problems must not go unnoticed: parts are merged afterwards.
     total = int(sum_over_world(torch.tensor(float(written), dtype=torch.float64)))
     assert total == len(problems), f"{total} of {len(problems)} problems were written"
 

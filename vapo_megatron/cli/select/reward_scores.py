@@ -117,6 +117,7 @@ def score_pending(evaluation: Evaluation, config: VapoConfig, samples: Path) -> 
             written = 0
             for lines in _batches(_lines(samples, share), evaluation, config):
                 _judge(lines, evaluation, config.reward, score)
+                # Every tensor-parallel rank computes the scores; one writes them.
                 if ranks.tp_rank == 0:
                     append(file, lines)
                 written += len(lines)

@@ -1,1 +1,1 @@
-"""Is every rank alive, and is there time left: heartbeats, watchdog, early stop."""
+"""Heartbeats, watchdog, and early stop on preemption."""

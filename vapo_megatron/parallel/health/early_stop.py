@@ -5,8 +5,8 @@ trainer polls for them, and interrupt nothing. (A handler would not survive exec
 kill children that are other programs.) A torchrun that a recipe started blocks them too, and is
 polled as well, because a scheduler may signal it alone.
 
-SIGINT, which people send, is taken by a thread of its own (`interrupts_watched`): before the first
-step it ends the run, during it it is as the others, and a second one ends the run at once.
+SIGINT, sent by people, is handled by a dedicated thread (`interrupts_watched`): before the first
+step it ends the run, later it acts like the other signals, and a second one ends the run at once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SIGNALS = (*SCHEDULERS, signal.SIGINT)
 POLL_SECONDS = 0.5
 """A launcher repeats SIGINT so often, for workers that it has started since."""
 
-_interrupted, _has_begun = threading.Event(), threading.Event()
+_interrupted, _has_started = threading.Event(), threading.Event()
 
 
 @contextlib.contextmanager
@@ -110,15 +110,15 @@ def _end(what: str, stderr: TextIO | None = None, code: int = INTERRUPTED) -> No
 
 def end_before_first_step() -> None:
     """End this process unless a step or an evaluation has begun: there is nothing to save."""
-    if not _has_begun.is_set():
+    if not _has_started.is_set():
         # With 0 under torchrun, which would start it again.
         code = 0 if "TORCHELASTIC_RUN_ID" in os.environ else INTERRUPTED
         _end("stopped by SIGINT before its first step", code=code)
 
 
-def note_begun() -> None:
+def note_started() -> None:
     """Note that from now on a stop takes a checkpoint."""
-    _has_begun.set()
+    _has_started.set()
 
 
 def pending_signal() -> str:
@@ -181,8 +181,8 @@ class EarlyStop:
 
     def begin(self) -> None:
         """Note that a step or an evaluation begins."""
-        note_begun()
-        self._begun = self.clock()
+        note_started()
+        self._start = self.clock()
 
     def record(self, times: Mapping[str, float]) -> None:
         """Take the `time/*_seconds` of a step's row."""
@@ -207,7 +207,7 @@ class EarlyStop:
         return self._has_time(0.0)
 
     def _elapsed(self) -> float:
-        return self.clock() - self._begun
+        return self.clock() - self._start
 
     def _has_time(self, seconds: float) -> bool:
         if not self.is_signalled():

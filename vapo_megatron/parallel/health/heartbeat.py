@@ -2,15 +2,15 @@
 
 All ranks go through the same phases in the same order, so their positions compare: the rank that is
 furthest behind holds up the others, which wait for it in later phases. Only the ranks furthest
-behind are measured against their phase's limit, from the moment they became that. A rank that waits
-for a slow one is thus never taken for a hanging one.
+behind are measured against their phase's limit, from the moment they became last, so a rank that
+waits for a straggler is never blamed.
 
-Of ranks that are equally far, those in a collective wait for the others. With NCCL nothing shows
-who waits: there the line says where every rank is.
+Among equally advanced ranks, those inside a collective wait for the others. With NCCL a waiting
+rank cannot be recognized, so the message lists where every rank is.
 
-Where rollout workers are processes of their own, they and the trainers go through different phases:
-each world's ranks are compared among themselves, and not while they report that they wait for the
-other world. If both wait for each other, all ranks are named.
+With placement=disaggregated, trainers and rollout workers go through different phases: ranks are
+compared within their world, and not while they report that they wait for the other world. If both
+worlds wait for each other, all ranks are named.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ class Heartbeat:
     """The error that ends this rank."""
     is_over: bool = False
     """The rank has finished; no more heartbeats are expected."""
-    side: str = ""
+    world: str = ""
     """Trainer or rollout worker, where these are processes of their own."""
     waits: bool = False
-    """It waits for the other side."""
+    """It waits for the other world."""
 
 
 def describe(rank: int, heartbeat: Heartbeat) -> str:
     """Return, for example, "rank 1 (host, process 12) in critic_update of step 3"."""
-    side = f"{heartbeat.side}, " if heartbeat.side else ""
+    world = f"{heartbeat.world}, " if heartbeat.world else ""
     step = f" of step {heartbeat.step}" if heartbeat.step else ""
-    return f"rank {rank} ({side}{heartbeat.place}) in {heartbeat.phase}{step}"
+    return f"rank {rank} ({world}{heartbeat.place}) in {heartbeat.phase}{step}"
 
 
 class Monitor:
@@ -70,7 +70,7 @@ class Monitor:
         self._silence_seconds = silence_seconds
         self._beats: dict[int, tuple[int, float]] = {}
         self._lowest: dict[str, tuple[tuple[tuple[int, int], ...], float]] = {}
-        """Of each side, the position of the slowest rank and since when."""
+        """Of each world, the position of the slowest rank and since when."""
 
     def silent(
         self, heartbeats: Mapping[int, Heartbeat], now: float, at_most: float | None = None
@@ -94,11 +94,11 @@ class Monitor:
     def overdue(self, heartbeats: Mapping[int, Heartbeat], now: float) -> str:
         """Name ranks that have held up all others for longer than their phase may take; else ""."""
         running = {rank: h for rank, h in heartbeats.items() if not h.is_over}
-        sides: dict[str, dict[int, Heartbeat]] = {}
+        worlds: dict[str, dict[int, Heartbeat]] = {}
         for rank, heartbeat in running.items():
-            sides.setdefault(heartbeat.side, {})[rank] = heartbeat
-        found = [self._overdue(side, ranks, now) for side, ranks in sides.items()]
-        if len(sides) > 1:
+            worlds.setdefault(heartbeat.world, {})[rank] = heartbeat
+        found = [self._overdue(world, ranks, now) for world, ranks in worlds.items()]
+        if len(worlds) > 1:
             found.append(self._deadlocked(running, now))
         return next(filter(None, found), "")
 
@@ -108,14 +108,14 @@ class Monitor:
             self._lowest[key] = (position, now)
         return now - self._lowest[key][1]
 
-    def _overdue(self, side: str, running: Mapping[int, Heartbeat], now: float) -> str:
+    def _overdue(self, world: str, running: Mapping[int, Heartbeat], now: float) -> str:
         lowest = min(heartbeat.position for heartbeat in running.values())
         slowest = {rank: h for rank, h in running.items() if h.position == lowest}
         if all(heartbeat.waits for heartbeat in slowest.values()):
-            # The other side is to be measured; this one is, anew, once it goes on.
-            self._lowest.pop(side, None)
+            # Only the other world is measured; this one starts again once it continues.
+            self._lowest.pop(world, None)
             return ""
-        seconds = self._seconds_at(side, (lowest,), now)
+        seconds = self._seconds_at(world, (lowest,), now)
         if seconds <= max(heartbeat.limit_seconds for heartbeat in slowest.values()):
             return ""
         if any(heartbeat.runs_ahead for heartbeat in slowest.values()):
@@ -131,14 +131,16 @@ class Monitor:
         )
 
     def _deadlocked(self, running: Mapping[int, Heartbeat], now: float) -> str:
-        """Name all ranks if each has waited for the other side for longer than its phase may."""
+        """Name all ranks if each has waited for the other world for longer than its phase may."""
         if not all(heartbeat.waits for heartbeat in running.values()):
             self._lowest.pop("both", None)
             return ""
         seconds = self._seconds_at("both", tuple(h.position for h in running.values()), now)
         if seconds <= max(heartbeat.limit_seconds for heartbeat in running.values()):
             return ""
-        return _held_up(running, min(running), seconds, "each side waits for the other")
+        return _held_up(
+            running, min(running), seconds, "trainers and rollout workers wait for each other"
+        )
 
 
 def _held_up(running: Mapping[int, Heartbeat], slowest: int, seconds: float, why: str) -> str:

@@ -3,8 +3,8 @@
 It runs two threads beside training. The heartbeat thread publishes this rank's heartbeat in the
 store through which the ranks met, and reads the others': rank 0 reads all, the others only rank 0
 (heartbeat.py has the rules). The first rank to find a problem publishes a verdict for all. The
-second thread depends on nobody: it ends this process when there is a verdict, when the store or
-torchrun is gone, and, by faulthandler's own timer, when no Python thread can run any more.
+second thread works without its peers: it ends this process when there is a verdict, when the store
+or torchrun is gone, and, through faulthandler's timer, when no Python thread can run any more.
 
 Before exiting, each process writes its threads' stacks to RUN_DIR/stacks/rank_*.txt and its latest
 collectives, from torch's flight recorder, to RUN_DIR/stacks/collectives/rank_*. It then kills its
@@ -65,7 +65,7 @@ class Watchdog:
         rank: int,
         world_size: int,
         on_beat: Callable[[], bool],
-        side: str = "",
+        world: str = "",
     ) -> None:
         """Start in the phase "start"; collective, after parallel.store.join.
 
@@ -73,24 +73,26 @@ class Watchdog:
             timeouts: time limits of the phases.
             run_dir: stacks are written here.
             rank: of this process.
-            world_size: number of processes, of both sides.
+            world_size: number of processes, of both worlds.
             on_beat: called about once a second by a thread; returns whether a stop signal is here.
-            side: see Heartbeat.
+            world: see Heartbeat.
         """
         self.step = 0
         """The current step, for messages."""
         self._progress: Callable[[], int] = lambda: 0
         self._timeouts, self._rank, self._world_size = timeouts, rank, world_size
-        self._on_beat, self._side, self._waits = on_beat, side, 0
+        self._on_beat, self._world, self._waits = on_beat, world, 0
         self._interval = min(1.0, *(limit / 8 for limit in dict(timeouts).values()))
         self._stacks_path = Path(run_dir, "stacks", f"rank_{rank:04d}.txt")
         # A copy: the progress display may redirect standard error to a file.
         self._stderr = os.fdopen(os.dup(2), "w", errors="backslashreplace")
         self._stacks: TextIO | None = None
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        # A connection serves one thread at a time, and a read may block.
         self._store, self._publisher = store.own_connection(), store.own_connection()
         self._send_lock, self._beat = threading.Lock(), 0
         self._phase, self._count = START, 0
+        # NCCL calls return before they are done; gloo's do not.
         self._runs_ahead = backend.distributed_backend() == "nccl"
         trace = "_dump_nccl_trace" if self._runs_ahead else "_dump_fr_trace"
         self._flight_recorder: Callable[..., bytes] = getattr(_c10d, trace)
@@ -124,7 +126,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Let the other side be measured, not this rank, while the body waits for it."""
+        """Measure the other world instead of this rank while the body waits for it."""
         self._waits += 1
         try:
             yield
@@ -189,7 +191,7 @@ class Watchdog:
             where=_where(stack),
             failure="" if error is None else _one_line(error),
             is_over=self._closed.is_set(),
-            side=self._side,
+            world=self._world,
             waits=self._waits > 0,
         )
 

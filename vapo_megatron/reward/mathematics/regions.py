@@ -61,6 +61,7 @@ def _set(value: Value) -> Any:
     if isinstance(value, Either):
         parts = [_set(part) for part in value.parts]
         return None if any(part is None for part in parts) else Union(*parts)
+    # A list of inequalities is a conjunction; else a set {..} or an interval (a, b].
     if isinstance(value, Items):
         if value.values and all(isinstance(v, Relation) for v in value.values):
             if (
@@ -89,6 +90,7 @@ def _set(value: Value) -> Any:
         return _set(value.sides[1])
     if _variable(value) is None:
         return None
+    # A chain a < x <= b is the intersection of its links.
     found = Reals
     for operator, left, right in zip(value.operators, value.sides, value.sides[1:]):
         one = _region(operator, *(as_expression(side(s)).value.doit() for s in (left, right)))

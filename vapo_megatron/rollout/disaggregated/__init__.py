@@ -1,1 +1,1 @@
-"""Sampling in processes of their own, for trainers in others."""
+"""Generation in separate processes (rollout workers), and the trainers' end of it."""

@@ -1,10 +1,10 @@
-"""A process that only samples: the loop that answers the trainers' orders.
+"""A rollout worker: samples ahead, and handles the trainers' orders.
 
 Every rollout worker makes the same sequence of collectives over the group that joins both worlds,
-because it answers the same orders in the same order. In between it samples whatever it may: step k
-once the trainers have started step k - lag. Replicas do not wait for each other to sample. An order
-that can be answered while responses are sampled (weights arrive, finished responses leave) is
-answered between two tokens; all ranks of a replica see it at the same token.
+because it handles the same orders in the same order. In between it samples ahead: step k once the
+trainers have started step k - lag. Replicas sample independently. Orders that need no pause
+(receive weights, send finished responses) are handled between two tokens, at the same token on all
+ranks of a replica.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from vapo_megatron.data.rollout import ScoredRollout
 from vapo_megatron.errors import Stopped
 from vapo_megatron.parallel import backend, store
 from vapo_megatron.parallel.exchange import exchange, gather_summary
-from vapo_megatron.parallel.health.early_stop import note_begun, pending_signal
+from vapo_megatron.parallel.health.early_stop import note_started, pending_signal
 from vapo_megatron.parallel.health.watchdog import Watchdog
 from vapo_megatron.parallel.offload import check_host_memory
 from vapo_megatron.parallel.reduce import gather_objects, send_object
-from vapo_megatron.parallel.sides import Sides
+from vapo_megatron.parallel.worlds import Worlds
 from vapo_megatron.reward.own_metrics import Sums, sums_of
 from vapo_megatron.rollout.disaggregated.orders import Kind, Order, Orders
 from vapo_megatron.rollout.disaggregated.staging import Staging
@@ -109,9 +109,9 @@ class Server:
         """
         self._rollout, self._algorithm, self._logging = rollout, algorithm, logging
         torch.manual_seed(seed)
-        sides = backend.initialize_distributed(parallel.timeout_seconds, rollout.num_processes)
-        assert sides is not None and sides.is_sampler, "the last processes sample"
-        self._sides: Sides = sides
+        worlds = backend.initialize_distributed(parallel.timeout_seconds, rollout.num_processes)
+        assert worlds is not None and worlds.is_rollout_worker, "the last processes sample"
+        self._worlds: Worlds = worlds
         inputs = inputs.agreed()
         self._plan = functools.partial(
             plan_of, algorithm=algorithm, parallel=parallel,
@@ -119,8 +119,8 @@ class Server:
         )  # fmt: skip
         self._dp_size = parallel.data_parallel_size
         self.watchdog = Watchdog(
-            timeouts, Path(logging.run_dir), sides.rank, sides.world_size,
-            lambda: bool(pending_signal()), "sampler",
+            timeouts, Path(logging.run_dir), worlds.rank, worlds.world_size,
+            lambda: bool(pending_signal()), "rollout worker",
         )  # fmt: skip
         with self.watchdog.reporting():
             self._sampling = Sampling(
@@ -130,17 +130,18 @@ class Server:
             self._engine = self._sampling.engine
             remedies = ["a smaller rollout.lag"] * (rollout.lag > 0)
             remedies += ["a smaller algorithm.responses_per_step"]
-            check_host_memory(needed, parallel, remedies, sides.group)
+            check_host_memory(needed, parallel, remedies, worlds.group)
+            # With a lag, new weights arrive while older ones still sample.
             self._staging = Staging(self._engine) if rollout.lag else None
             engine = self._staging or self._engine
-            self._sync = WeightSync(inputs.shape, None, model, rollout, engine, sides)
-            self._orders = Orders(store.own_connection(), sides)
+            self._sync = WeightSync(inputs.shape, None, model, rollout, engine, worlds)
+            self._orders = Orders(store.own_connection(), worlds)
             size = rollout.tensor_model_parallel_size
             self._replica = dist.new_subgroups(size, backend="gloo")[0] if size > 1 else None
         self._next = self._first = self._loaded = 0
         """Steps, from 0: to be sampled next, to be trained on first, and to be sampled first."""
         self._versions: dict[int, int] = {}
-        """Of the weights with which steps have begun."""
+        """Policy version per step that has started."""
         self._finished: dict[int, Sampled] = {}
         """Responses by step, until a later one begins."""
         self._idle_seconds = 0.0
@@ -149,7 +150,7 @@ class Server:
 
     def serve(self) -> None:
         """Sample and answer orders until the trainers end the run."""
-        note_begun()
+        note_started()
         while not self._is_over:
             may_sample = self._may_sample()
             order = self._agreed_head() if may_sample else self._wait()
@@ -160,10 +161,10 @@ class Server:
                 self._sample()
 
     def _wait(self) -> Order:
-        begun = time.monotonic()
+        start = time.monotonic()
         with self.watchdog.waiting():
             order = self._orders.wait()
-        self._idle_seconds += time.monotonic() - begun
+        self._idle_seconds += time.monotonic() - start
         return order
 
     def _agreed_head(self) -> Order | None:
@@ -234,7 +235,7 @@ class Server:
         waits = order.kind != "evaluate"
         with self.watchdog.waiting() if waits else contextlib.nullcontext():
             _HANDLERS[order.kind].answer(self, number=order.number, **order.fields)
-        self._orders.taken()
+        self._orders.advance()
 
     def _start(self, number: int, data: dict[str, Any], done: int, checkpoint: str | None) -> None:
         """Continue where the trainers do, with the responses that their checkpoint has."""
@@ -251,7 +252,7 @@ class Server:
         self._sampling.load_groups(self._next, root)
         sampling = self._sampling
         known = sampling.labels, sampling.note, sampling.prompts.left_out
-        gather_objects(known, self._sides.group)
+        gather_objects(known, self._worlds.group)
 
     def _read(self, directory: Path) -> Sampled:
         """Return this rollout worker's part of a step that a checkpoint has."""
@@ -274,12 +275,12 @@ class Server:
 
     def _hand_over(self, number: int, step: int) -> None:
         """Send a step's responses to the ranks that train on them."""
-        group, (scored, num_prompts) = self._sides.group, self._finished[step]
+        group, (scored, num_prompts) = self._worlds.group, self._finished[step]
         tokens, own = tokens_by_version(scored), sums_of(scored)
         gather_objects(HandedOver(tokens, num_prompts, self._idle_seconds, self._spans, own), group)
         self._idle_seconds, self._spans = 0.0, []
         most = self._logging.rollout_groups * self._algorithm.group_size
-        send_object(scored[:most], self._sides.num_trainers, 0, group)
+        send_object(scored[:most], self._worlds.num_trainers, 0, group)
         summary = gather_summary(scored, self._algorithm.responses_per_step, group)
         plan = self._plan(summary.sequence_lengths, step=step)
         wanted = [plan.positions(dp_rank) for dp_rank in range(self._dp_size)]
@@ -294,7 +295,7 @@ class Server:
                 version, self.phase, lambda: not self._orders.is_cancelled(number)
             )
         self._orders.report(f"evaluated/{number}")
-        gather_objects(found, self._sides.group)
+        gather_objects(found, self._worlds.group)
 
     def _save(self, number: int, directory: str, done: int) -> None:
         """Write what this rollout worker has in flight into a checkpoint after `done` steps."""
@@ -302,7 +303,7 @@ class Server:
         # A replica may be at a later step already, or have made it.
         groups = self._sampling.group_files(steps.stop)
         files = itertools.chain((self._file(s) for s in steps if self._finished[s].scored), groups)
-        gather_objects(write_files(Path(directory), files), self._sides.group)
+        gather_objects(write_files(Path(directory), files), self._worlds.group)
 
     def _file(self, step: int) -> tuple[str, bytes]:
         """Return name in a checkpoint and content of this rollout worker's responses of a step."""
@@ -319,7 +320,7 @@ class Server:
     def _dump(self, number: int, root: str, step: int, keep_last: int) -> None:
         algorithm, scored = self._algorithm, self._finished[step].scored
         self._sampling.dump(Path(root), step, scored, algorithm, keep_last=keep_last)
-        gather_objects(None, self._sides.group)
+        gather_objects(None, self._worlds.group)
 
     def _end(self, number: int) -> None:
         self._is_over = True
@@ -342,8 +343,8 @@ class Server:
             self._sampling.close()
             if error is None:
                 # No process leaves while others may still communicate with it.
-                dist.barrier(group=self._sides.group)
-            self._sides.close()
+                dist.barrier(group=self._worlds.group)
+            self._worlds.close()
             dist.destroy_process_group()
         self.watchdog.close()
 

@@ -1,8 +1,7 @@
-"""The trainers' end of sampling in other processes: a source of rollouts that asks for them.
+"""The trainers' side of disaggregated generation: a rollout source without an engine.
 
-Before: the rollout workers, of which none trains, have what they have sampled. `rollouts` waits
-until a step's responses are there, and leaves them where they are: the exchange after it, over a
-group that joins both worlds, brings each to the ranks that train on it.
+`rollouts` waits until the rollout workers have finished a step's responses and leaves them there;
+the exchange that follows, over the joint group, sends each to the ranks that train on it.
 
 What lag L means: step k trains on responses that were sampled with the weights from the start of
 step k - L. The rollout workers may sample step k as soon as step k - L has started, and each
@@ -28,7 +27,7 @@ from vapo_megatron.errors import Stopped
 from vapo_megatron.parallel import store
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.reduce import gather_objects, send_object, sum_over_world
-from vapo_megatron.parallel.sides import Sides
+from vapo_megatron.parallel.worlds import Worlds
 from vapo_megatron.reward.own_metrics import own_metrics
 from vapo_megatron.rollout.disaggregated.orders import Orders
 from vapo_megatron.rollout.inputs import Inputs
@@ -47,7 +46,7 @@ class RemoteSampling(PromptSource):
         self,
         inputs: Inputs,
         ranks: Ranks,
-        sides: Sides,
+        worlds: Worlds,
         *,
         model: ModelConfig,
         rollout: RolloutConfig,
@@ -60,18 +59,18 @@ class RemoteSampling(PromptSource):
         Args:
             inputs: the same as the rollout workers'.
             ranks: this rank's place among the trainers.
-            sides: from backend.initialize_distributed.
+            worlds: from backend.initialize_distributed.
             model, rollout, algorithm, logging: of the run.
             waiting: see Watchdog.waiting.
         """
         super().__init__(inputs, rollout, algorithm, logging)
-        self._sides, self._waiting = sides, waiting
-        self.group, self.shown_rank = sides.group, sides.num_trainers
-        self._orders = Orders(store.own_connection(), sides)
-        self._sync = WeightSync(inputs.shape, ranks, model, rollout, None, sides)
+        self._worlds, self._waiting = worlds, waiting
+        self.group, self.recorded_rank = worlds.group, worlds.num_trainers
+        self._orders = Orders(store.own_connection(), worlds)
+        self._sync = WeightSync(inputs.shape, ranks, model, rollout, None, worlds)
         self._published: int | None = None
         self._start: dict[str, Any] = {"done": 0, "checkpoint": None}
-        self._shown: Sequence[ScoredRollout] = ()
+        self._recorded: Sequence[ScoredRollout] = ()
 
     def resume(self, done: int, checkpoint: Path | None) -> None:
         """Note what the rollout workers begin with. Raises CheckpointError: see check_partial."""
@@ -95,15 +94,15 @@ class RemoteSampling(PromptSource):
     def _meet(self) -> None:
         """Wait for the rollout workers, tell them where the run starts; learn what they know."""
         self._orders.give("start", data=self.prompts.state_dict(), **self._start)
-        self.labels, self.note, left_out = self._from_samplers()[0]
+        self.labels, self.note, left_out = self._from_rollout_workers()[0]
         # The same draws as the rollout workers'.
         self.prompts.leave_out(left_out)
 
-    def _from_samplers(self) -> list[Any]:
+    def _from_rollout_workers(self) -> list[Any]:
         """Wait for what each rollout worker answers."""
         nothing: Any = None
         with self._waiting():
-            return gather_objects(nothing, self.group)[self.shown_rank :]
+            return gather_objects(nothing, self.group)[self.recorded_rank :]
 
     @emits(
         "rollout/lag_mean",
@@ -121,14 +120,14 @@ class RemoteSampling(PromptSource):
         """
         step, policy_version = asked.step, asked.policy_version
         with asked.phase(GENERATION):
-            begun = time.monotonic()
+            start = time.monotonic()
             self._orders.give("want", step=step, version=policy_version)
             self._await(f"sampled/{step}", asked.has_time)
-            idle = time.monotonic() - begun
+            idle = time.monotonic() - start
             self._orders.give("take", step=step)
-            found = self._from_samplers()
-            sent: Any = send_object(None, self.shown_rank, 0, self._sides.group)
-        self._shown, self.elsewhere = sent or (), found[0].spans
+            found = self._from_rollout_workers()
+            sent: Any = send_object(None, self.recorded_rank, 0, self._worlds.group)
+        self._recorded, self.rollout_spans = sent or (), found[0].spans
         self.prompts.next(found[0].num_prompts, step)
         metrics = {"time/trainer_idle_seconds": idle, "time/sampler_idle_seconds": found[0].idle}
         metrics |= own_metrics(each.own for each in found)
@@ -143,7 +142,7 @@ class RemoteSampling(PromptSource):
         Raises:
             Stopped: on every trainer, once one of them has no time left.
         """
-        is_main = self._sides.rank == 0
+        is_main = self._worlds.rank == 0
         with self._waiting():
             while True:
                 lacks_time = has_time is not None and not has_time()
@@ -156,9 +155,9 @@ class RemoteSampling(PromptSource):
                     return
                 time.sleep(POLL_SECONDS)
 
-    def shown(self, scored: Sequence[ScoredRollout]) -> Sequence[ScoredRollout]:
+    def recorded(self, scored: Sequence[ScoredRollout]) -> Sequence[ScoredRollout]:
         """Return what the first rollout worker has sent to the main trainer."""
-        return self._shown
+        return self._recorded
 
     def dump(
         self,
@@ -171,7 +170,7 @@ class RemoteSampling(PromptSource):
     ) -> None:
         """Let the rollout workers write the responses, kept until a later step starts."""
         self._orders.give("dump", root=str(root), step=step, keep_last=keep_last)
-        self._from_samplers()
+        self._from_rollout_workers()
 
     def evaluate(
         self, policy_version: int, phase: Phase, has_time: HasTime | None = None
@@ -187,7 +186,7 @@ class RemoteSampling(PromptSource):
                 self._await(f"evaluated/{number}", has_time)
             except Stopped:
                 self._orders.cancel(number)
-            found = self._from_samplers()[0]
+            found = self._from_rollout_workers()[0]
         if found is None:
             raise Stopped
         return found
@@ -207,7 +206,7 @@ class RemoteSampling(PromptSource):
         if not self._rollout.is_stale:
             return {}
         self._orders.give("save", directory=str(directory), done=done)
-        return all_sums(self._from_samplers(), directory)
+        return all_sums(self._from_rollout_workers(), directory)
 
     def close(self) -> None:
         """Let the rollout workers end."""

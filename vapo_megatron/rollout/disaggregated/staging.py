@@ -1,4 +1,4 @@
-"""Versions of the weights that arrived while the rollout worker samples with older ones."""
+"""Weight versions received in host memory while the engine still samples with an older one."""
 
 from __future__ import annotations
 

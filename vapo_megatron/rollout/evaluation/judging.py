@@ -84,12 +84,14 @@ def evaluate(
                 row.append(reward_mean(responses, reward, name))
             table[rows[prompt.index]] += torch.tensor(row, dtype=torch.float64)
     except Stopped:
+        # The others learn of it in the same sum.
         table.fill_(-math.inf)
     # One rank has a problem's numbers, the others zeros: the sum is exact.
     count, *columns = sum_over_world(table).T.tolist()
     if -math.inf in count:
         raise Stopped
     assert count == [1.0] * len(problems), "every problem is judged on exactly one rank"
+
     values = [dict(zip(names, row)) for row in zip(*columns)]
     found = means(values)
     shown = [f"{what}@{samples}" for what in ("avg", "pass", "majority")]

@@ -1,1 +1,1 @@
-"""Partial rollouts: groups that go on over several steps, and what a checkpoint has of them."""
+"""Partial rollouts: groups sampled over several steps, and their state in checkpoints."""

@@ -1,6 +1,6 @@
-"""Files of responses in a checkpoint that no step has trained on yet, each rank its own.
+"""Per-rank checkpoint files of responses that no step has trained on yet.
 
-With rollout.lag, responses of steps that were sampled ahead; and groups that go on:
+With rollout.lag, responses of steps sampled ahead; with carry_over_groups, unfinished groups:
 
     step_000010/in_flight/step_000011/rank_00000.safetensors
     step_000010/in_flight/carried/replica_00000.safetensors
@@ -118,7 +118,7 @@ def num_groups(file: Path) -> int:
 def check_partial(
     checkpoint: Path | None, rollout: RolloutConfig, algorithm: AlgorithmConfig
 ) -> None:
-    """Check that a run loses nothing of what a checkpoint has in flight.
+    """Check that a resumed run keeps all responses that a checkpoint has in flight.
 
     Raises:
         CheckpointError: it would not go on with its groups, or would not train on those that have
@@ -132,7 +132,7 @@ def check_partial(
             f"{checkpoint} has groups in flight, which a run with rollout.carry_over_groups=0 "
             "would lose; set it to 1 or more"
         )
-    if not rollout.is_apart and sampled_steps(checkpoint):
+    if not rollout.is_disaggregated and sampled_steps(checkpoint):
         raise CheckpointError(
             f"{checkpoint} has responses of later steps, among them of groups that went on, which "
             "a run with rollout.placement=colocated would lose; set it to disaggregated"

@@ -1,8 +1,8 @@
-"""Samples steps whose groups may go on in later ones, and keeps those in a checkpoint.
+"""Partial rollouts: samples steps whose unfinished groups resume later, and checkpoints them.
 
-All ranks of a replica have its groups in flight, because all ask vLLM for the same; verdicts are on
-its first rank. What was in flight before the latest step is kept, because that step may not be
-trained on before the next checkpoint.
+All ranks of a replica track its groups in flight, because vLLM needs the same requests on each;
+verdicts are on its first rank. The state before the latest step is kept too, because a checkpoint
+may be written before that step is trained on.
 """
 
 from __future__ import annotations
@@ -138,6 +138,7 @@ class PartialSampling:
         engine, phase = self._engine, asked.phase
         held = [response for group in groups for response in group.responses]
         number = [i for i, group in enumerate(groups) for _ in group.responses]
+        # A position here is the index in `held`, not that in the step.
         missing = [
             Request(dataclasses.replace(response.rollout, position=at), response.seed)
             for at, response in enumerate(held)
@@ -151,12 +152,14 @@ class PartialSampling:
             if engine.keeps_rollouts:
                 stream.submit(rollout)
 
+        # All requests are handed over at once; none follow.
         once = iter([missing])
         work = Work(lambda room: next(once, []), on_finished, len(missing), tally.is_enough)
         with phase(GENERATION) as show:
             interrupted = engine.run(
                 work, self._settings, asked.policy_version, show, asked.has_time
             )
+        # A request that vLLM aborts itself is neither finished nor interrupted.
         if lost := len(missing) - len(finished) - len(interrupted):
             raise RuntimeError(f"vLLM gave up {lost} of {len(missing)} responses")
         with phase(REWARD):
@@ -185,7 +188,7 @@ class PartialSampling:
             yield f"{PARTIAL}/replica_{self._engine.replica:05d}.safetensors", packed(groups, done)
 
     def load(self, done: int, checkpoint: Path) -> None:
-        """Go on with what a checkpoint has in flight, divided among this run's replicas.
+        """Resume a checkpoint's groups in flight, divided among this run's replicas.
 
         Args:
             done: steps that have been sampled.

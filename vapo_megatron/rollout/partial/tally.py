@@ -1,9 +1,9 @@
-"""Which groups a replica starts, waits for and hands over when groups go on over several steps.
+"""Which groups a replica starts, waits for and hands over with partial rollouts.
 
 A replica has more groups in flight than its share of a step. In every step it starts new ones,
 samples until its share is finished, and interrupts the others at that token; they resume in the
-next step. What is counted is groups and tokens, so a run repeats itself. Nothing is discarded: a
-group that has waited max_lag steps is waited for.
+next step. Decisions depend on counts of groups and tokens only, so runs are reproducible. Nothing
+is discarded: a step waits for groups that are max_lag steps old.
 
 Imports neither torch nor vllm.
 """

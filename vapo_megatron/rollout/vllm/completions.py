@@ -1,4 +1,4 @@
-"""What a vLLM engine is asked for one response, and what it has of it, whole or not.
+"""vLLM requests, and what is read from its completions, finished or interrupted.
 
 Imported by engine.py alone, once vLLM may be imported.
 """

@@ -221,6 +221,7 @@ class RolloutEngine:
         def more(room: int) -> list[Asked]:
             asked = list[Asked]()
             for rollout, seed in work.take(room):
+                # The seed doubles as vLLM's request id.
                 assert seed not in held, "two responses have one seed"
                 held[seed] = rollout
                 parameters = request(sampling, self.stop_token_ids, seed, len(rollout.token_ids))
@@ -229,6 +230,7 @@ class RolloutEngine:
 
         def keep(seed: int, completion: Any) -> None:
             started = held.pop(seed)
+            # Any other reason: vLLM aborted it.
             if completion.finish_reason in ("length", "stop"):
                 work.ended(self._ended(started, completion))
 
@@ -248,7 +250,7 @@ class RolloutEngine:
         return added(self._store, key, number)
 
     def _prepare(self, sampling: SamplingSettings, policy_version: int) -> None:
-        """Check what is asked for, and let the KV cache be empty. Raises RuntimeError: see run."""
+        """Check the request, and start with an empty KV cache. Raises RuntimeError: see run."""
         if policy_version != self.policy_version:
             raise RuntimeError(
                 f"asked for policy version {policy_version}, but the engine holds "

@@ -1,7 +1,7 @@
-"""What is used of vLLM, name by name, so that another vLLM is refused by the name that it lacks.
+"""Every vLLM name that is used, so that an incompatible vLLM is refused by the missing name.
 
-Most of it is undocumented and changes between releases; replacing a function that has gone would
-even succeed and do nothing. `check_imports` runs before anything else imports vLLM, `reach` walks
+Most are undocumented and change between releases; patching a function that no longer exists would
+succeed and do nothing. `check_imports` runs before anything else imports vLLM, `reach` walks
 the attributes of a built engine. A test compares every row with the sources of vLLM's CUDA wheel
 (tests/rollout/vllm/test_interface.py), and this room's code with the rows.
 """

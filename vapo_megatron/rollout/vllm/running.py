@@ -1,4 +1,4 @@
-"""Runs a replica's requests token by token; what its ranks have to agree on meanwhile.
+"""Runs a replica's requests token by token, and keeps its ranks in agreement.
 
 Imported by engine.py alone, once vLLM may be imported.
 """
@@ -76,6 +76,7 @@ def complete(
                 begin()
                 if on_progress is not None:
                     on_progress(finished, max(expected, len(names)))
+        # Before abort_request, which drops their tokens.
         interrupted = {int(name): completion for name, completion in unfinished(engine).items()}
         if interrupted:
             engine.abort_request(names)

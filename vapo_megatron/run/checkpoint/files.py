@@ -107,7 +107,7 @@ def read_state(directory: Path) -> dict[str, Any]:
     return json.loads((directory / STATE).read_text())
 
 
-def newest_whole(root: Path, role: str | None = None) -> Path | None:
+def newest_complete(root: Path, role: str | None = None) -> Path | None:
     """Find the newest complete checkpoint, and print which newer ones are damaged.
 
     Collective: the ranks share the reading of all files. One process without groups reads them all.
@@ -140,7 +140,7 @@ def newest_whole(root: Path, role: str | None = None) -> Path | None:
 
 
 def find_problems(directory: Path, role: str | None) -> list[str]:
-    """Compare a checkpoint's files with their checksums; collective, see newest_whole.
+    """Compare a checkpoint's files with their checksums; collective, see newest_complete.
 
     Returns:
         What is wrong, the same on every rank; empty if it is complete.

@@ -50,13 +50,13 @@ def find_start(config: VapoConfig) -> Start:
     that starts from scratch abandons existing checkpoints.
 
     Raises:
-        CheckpointError: see newest_whole and find_critic.
+        CheckpointError: see newest_complete and find_critic.
         UserError: on the main rank, which abandons them; see writing.
     """
     own, resume = Path(config.logging.run_dir, "checkpoints"), config.checkpoint.resume
     # torchrun's count may differ between nodes.
     if any_rank(checkpoint_files.resumes(resume)):
-        directory = checkpoint_files.newest_whole(own)
+        directory = checkpoint_files.newest_complete(own)
         if directory is not None:
             if not resume and dist.get_rank() == 0:
                 tell(f"restarted job: resumes from {directory} despite checkpoint.resume=false")
@@ -138,7 +138,7 @@ def find_critic(path: Path) -> tuple[Path, int]:
     Raises:
         CheckpointError: there is no complete checkpoint, or no critic in it.
     """
-    directory = checkpoint_files.newest_whole(path / "checkpoints", "critic") or path
+    directory = checkpoint_files.newest_complete(path / "checkpoints", "critic") or path
     if directory == path and (problems := checkpoint_files.find_problems(path, "critic")):
         raise CheckpointError(
             f"model.critic_checkpoint={path} is no complete checkpoint ({problems[0]}); set it to "

@@ -102,7 +102,7 @@ class CheckpointWriter:
             checkpoint_files.delete_unfinished(self._root)
         dist.broadcast_object_list(name, device=backend.device())  # The others wait for that.
         self._step, self._num_bytes = step, 0
-        begun = time.monotonic()
+        start = time.monotonic()
         self._more = write_more(checkpoint_files.partial_directory(self._root, step))
         updates = {role: model.num_updates for role, model in models.items()}
         content = {"step": step, "num_updates": updates, "run": state}
@@ -113,7 +113,7 @@ class CheckpointWriter:
                 self._write(self._files_of(role, model.placed))
                 if not self._settings.asynchronous:
                     concurrent.futures.wait(self._futures)
-        self._outcome = self._thread.submit(self._finish, step, name[0], begun)
+        self._outcome = self._thread.submit(self._finish, step, name[0], start)
         if rank == 0:
             self._deletion = self._thread.submit(self._delete_old, step)
         if not self._settings.asynchronous:
@@ -161,7 +161,7 @@ class CheckpointWriter:
         if outcome[0]:
             raise CheckpointError(outcome[0])
 
-    def _finish(self, step: int, name: str, begun: float) -> str:
+    def _finish(self, step: int, name: str, start: float) -> str:
         """Report what this rank has written; the main rank publishes what all have. In the thread.
 
         Returns:
@@ -181,7 +181,7 @@ class CheckpointWriter:
             if reports is None:
                 raise Abandoned
             problem = self._publish(step, reports)
-        self.seconds = time.monotonic() - begun
+        self.seconds = time.monotonic() - start
         return problem
 
     def _publish(self, step: int, reports: Iterable[_Report]) -> str:

@@ -1,4 +1,4 @@
-"""What a comparison lays side by side: one run, or the runs of several seeds as one arm."""
+"""Arms of a comparison: single runs, or the runs of several seeds."""
 
 from __future__ import annotations
 
@@ -56,8 +56,10 @@ class Arm(NamedTuple):
         for step in of_run[0]:
             if all(step in values for values in of_run):
                 finite = [v for values in of_run if (v := values[step]) is not None]
-                whole = len(finite) == len(of_run)
-                merged.append((step, *(mean_and_ends(finite) if whole else (None, None, None))))
+                is_complete = len(finite) == len(of_run)
+                merged.append(
+                    (step, *(mean_and_ends(finite) if is_complete else (None, None, None)))
+                )
         return merged
 
     def finite_points(self, metric: str) -> list[list[tuple[int, float]]]:

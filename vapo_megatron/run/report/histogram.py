@@ -37,6 +37,7 @@ def histogram(
     width = (high - low) / bins
     counts = [_counts(some, low, width, bins) for _, some in groups]
     most = max(map(sum, zip(*counts)))
+
     bars = []
     for place, of_bin in enumerate(zip(*counts)):
         below = 0
@@ -46,10 +47,13 @@ def histogram(
                 about = f"{groups[number][0]}: {count:,} ({said})"
                 bars.append(_bar(place, bins, below / most, count / most, number, about))
             below += count
+
     legend = "".join(
         f'<i style="background:{_color(number)}"></i>{escape(label)} {len(some):,}&ensp;'
         for number, (label, some) in enumerate(groups)
     )
+
+    # If all values are equal, the axis is one label in the middle.
     axis = [(0, "start", low), (_WIDTH / 2, "middle", (low + high) / 2), (_WIDTH, "end", high)]
     texts = "".join(
         f'<text x="{x:g}" y="{_HEIGHT + 15}" text-anchor="{anchor}">{value:,.3g}</text>'

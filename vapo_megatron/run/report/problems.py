@@ -1,6 +1,6 @@
 """Plots of problems' pass rates over a run: how many are never or always solved, and each one's.
 
-Training meets a problem now and then; every evaluation meets all held-out problems.
+Training visits a problem now and then; every evaluation covers all held-out problems.
 """
 
 from __future__ import annotations

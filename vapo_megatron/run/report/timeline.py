@@ -1,4 +1,4 @@
-"""Who did what when in the last steps: a lane for what trains and one for what samples."""
+"""Timeline of the last steps: one lane for training and one for generation."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def lanes(rows: Sequence[Mapping[str, Any]]) -> str:
         return ""
     trainer = [Span(*span) for row in last for span in row["trainer"]]
     sampler = [Span(*span) for row in last for span in row["sampler"]]
-    is_apart = bool(sampler)
-    if not is_apart:
+    is_disaggregated = bool(sampler)
+    if not is_disaggregated:
         sampler = [span for span in trainer if span.phase in _SAMPLES]
         trainer = [span for span in trainer if span.phase not in _SAMPLES]
     begin = _bounds(last[0])[0]
     end = max(span.end for span in (*trainer, *sampler))
     about = (
-        "The main trainer and the first sampler; a trainer's generation, evaluation and exchange "
-        "are the wait for samplers. By each machine's own clock."
-        if is_apart
+        "The main trainer and the first rollout worker; a trainer's generation, evaluation and "
+        "exchange are the wait for rollout workers. By each machine's own clock."
+        if is_disaggregated
         else "The same processes sample and train, by turns."
     )
     scale = (_WIDTH - _LEFT) / max(end - begin, 1e-9)
@@ -43,7 +43,7 @@ def lanes(rows: Sequence[Mapping[str, Any]]) -> str:
     for number, (name, spans) in enumerate((("trains", trainer), ("samples", sampler))):
         top = _TOP + number * (_HEIGHT + _GAP)
         shapes.append(f'<text x="0" y="{top + _HEIGHT / 2 + 4:g}">{name}</text>')
-        # A sampler may have begun before the first trainer's span.
+        # A rollout worker may have started before the first trainer's span.
         shapes += [_shape(s, top, begin, scale) for s in spans if s.end > begin]
     for row in last:
         x = _LEFT + scale * (_bounds(row)[0] - begin)

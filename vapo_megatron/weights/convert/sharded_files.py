@@ -263,17 +263,17 @@ class ShardedReader:
             start: the first row that is wanted.
             out: [rows] or [rows, columns], contiguous, of the tensor's type.
         """
-        taken = 0
+        num_read = 0
         for chunk, first, count, file, begin in self._parts(key, layer, start, len(out)):
             target = out[first - start : first - start + count]
-            taken += count * chunk.num_columns
+            num_read += count * chunk.num_columns
             if out.dim() == 1 or chunk.num_columns == out.shape[1]:
                 read_exactly(file, begin, target)
                 continue
             columns = self._columns.get((count, chunk.num_columns), out.dtype)
             read_exactly(file, begin, columns)
             target[:, chunk.first_column : chunk.first_column + chunk.num_columns] = columns
-        assert taken == out.numel(), f"{key}: {taken} of {out.numel()} elements are stored"
+        assert num_read == out.numel(), f"{key}: {num_read} of {out.numel()} elements are stored"
 
     def has_whole_rows(self, key: str, layer: int | None) -> bool:
         """Is every row of a tensor in one chunk, so that copy_rows can copy it?"""
@@ -284,13 +284,13 @@ class ShardedReader:
         self, key: str, layer: int | None, start: int, count: int, out: BinaryIO, place: int
     ) -> None:
         """Copy rows of a tensor into a file at offset `place`; see has_whole_rows."""
-        taken = 0
+        num_read = 0
         for chunk, first, rows, file, begin in self._parts(key, layer, start, count):
             row_bytes = chunk.num_columns * self.dtype(key).itemsize
             size = rows * row_bytes
             copy_exactly(file, begin, out, place + (first - start) * row_bytes, size)
-            taken += rows
-        assert taken == count, f"{key}: {taken} of {count} rows are stored"
+            num_read += rows
+        assert num_read == count, f"{key}: {num_read} of {count} rows are stored"
 
     def _parts(
         self, key: str, layer: int | None, start: int, count: int

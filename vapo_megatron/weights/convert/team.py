@@ -1,4 +1,4 @@
-"""Shared by both conversions: processes that divide the work, and their progress."""
+"""The processes that share a conversion, and their progress; used in both directions."""
 
 from __future__ import annotations
 

@@ -99,6 +99,7 @@ def convert_to_hf(
     ]
     info = _conversion(megatron)
     if role == "critic" and _BIAS_KEY not in reader.tensors:
+        # transformers' TokenClassification has a bias; zero where the checkpoint has none.
         class_name = architecture(read_config(source), shape.family, role)
         if class_name.endswith("TokenClassification"):
             plan = TensorPlan(VALUE_HEAD_BIAS, (1,), reader.dtype(_HEAD_KEY))
@@ -111,7 +112,6 @@ def convert_to_hf(
     items.sort(key=lambda item: -item.plan.dtype.itemsize)
     contents = divide(items, lambda item: item.plan.num_bytes, max_file_bytes)
     files = dict(zip(file_names(len(contents)), contents, strict=True))
-
     num_bytes = sum(item.plan.num_bytes for item in items)
     with atomic_directory(out, source, num_bytes, overwrite=overwrite) as unfinished:
         partial = unfinished.path

@@ -146,7 +146,7 @@ class _Worker:
     team: Team
     new_head: Tensor | None
     rows: Blocks = dataclasses.field(default_factory=Blocks)
-    cut: Blocks = dataclasses.field(default_factory=Blocks)
+    columns: Blocks = dataclasses.field(default_factory=Blocks)
 
     def write(self, tensors: list[ShardedTensor], dtypes: dict[str, torch.dtype]) -> list[Written]:
         """Write this process's tensors into every rank's files."""
@@ -182,8 +182,10 @@ class _Worker:
                         )
                         if rows is not None:
                             stop = box.first_column + box.num_columns
-                            cut = self.cut.get((count, box.num_columns), dtype)
-                            write_exactly(file, place, cut.copy_(rows[:, box.first_column : stop]))
+                            block = self.columns.get((count, box.num_columns), dtype)
+                            write_exactly(
+                                file, place, block.copy_(rows[:, box.first_column : stop])
+                            )
                         elif tensor.hf_names == (VALUE_HEAD,) and self.new_head is not None:
                             write_exactly(file, place, self.new_head)
                         else:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
-SAMPLER = -1
+ENGINE = -1
 """In place of a chunk's index: the parameter is the engine's."""
 
 
@@ -29,7 +29,7 @@ class Slice(NamedTuple):
     """A rectangle of one parameter of one rank, in elements; a bias or a norm is one column."""
 
     chunk: int
-    """Index of the trainer's model chunk (virtual stage), or SAMPLER."""
+    """Index of the trainer's model chunk (virtual stage), or ENGINE."""
     parameter: str
     """Name within that chunk, or vLLM's name (`model.layers.3.self_attn.qkv_proj.weight`)."""
     row: int
@@ -50,7 +50,7 @@ class Slice(NamedTuple):
 class Move(NamedTuple):
     """A slice sent into an engine's parameter.
 
-    Its source is a trainer's parameter or, for a relay (source.chunk is SAMPLER), the engine's
+    Its source is a trainer's parameter or, for a relay (source.chunk is ENGINE), the engine's
     parameter of a rank on the same node that has received it before.
     """
 
@@ -97,7 +97,7 @@ class Block:
 
 
 def _at(layer: Layer, part: Slice) -> Slice:
-    if part.chunk == SAMPLER:
+    if part.chunk == ENGINE:
         return part._replace(parameter=part.parameter.format(layer.number))
     return part._replace(chunk=layer.chunk, parameter=part.parameter.format(layer.local_number))
 

@@ -20,9 +20,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from vapo_megatron.weights.holders import TrainerLayout
-from vapo_megatron.weights.reshard.plan import SAMPLER, Block, Layer, Move, Plan, Slice
+from vapo_megatron.weights.reshard.plan import ENGINE, Block, Layer, Move, Plan, Slice
 from vapo_megatron.weights.reshard.shards import Piece, trainer_pieces
-from vapo_megatron.weights.reshard.vllm_layout import check_sampler, sampler_pieces
+from vapo_megatron.weights.reshard.vllm_layout import check_rollout_layout, engine_pieces
 from vapo_megatron.weights.table import Row, layer_rows, rows
 
 if TYPE_CHECKING:
@@ -35,30 +35,30 @@ Home = tuple[int, str | None]
 def make_plan(
     shape: ModelShape,
     trainer: TrainerLayout,
-    sampler_tp_size: int,
+    rollout_tp_size: int,
     *,
     gpus_per_node: int,
     bytes_per_element: int = 2,
     relay: bool = True,
-    samplers: range | None = None,
+    rollout_workers: range | None = None,
 ) -> Plan:
     """Plan a weight sync from the trainer's shards to the engine's.
 
     Args:
         trainer: see holders.trainer_layout; its ranks are the first.
-        sampler_tp_size: consecutive ranks that form one vLLM replica.
+        rollout_tp_size: consecutive ranks that form one vLLM replica.
         gpus_per_node: consecutive ranks that share a node.
         bytes_per_element: of the weights, to count bytes; moves count elements.
         relay: what several ranks of a node need from other nodes is sent to the node once, and
             relayed there; without, it is sent to each of them.
-        samplers: ranks that sample; None: those that train.
+        rollout_workers: ranks that sample; None: those that train.
 
     Raises:
         ConfigError: vLLM does not support this layout.
     """
-    samplers = range(trainer.world_size) if samplers is None else samplers
-    check_sampler(shape, sampler_tp_size, len(samplers))
-    planner = _BlockPlanner(shape, trainer, sampler_tp_size, gpus_per_node, relay, samplers)
+    rollout_workers = range(trainer.world_size) if rollout_workers is None else rollout_workers
+    check_rollout_layout(shape, rollout_tp_size, len(rollout_workers))
+    planner = _BlockPlanner(shape, trainer, rollout_tp_size, gpus_per_node, relay, rollout_workers)
     table = rows(shape, "actor")
     blocks = []
     for stage, chunks in enumerate(trainer.layers):
@@ -118,13 +118,13 @@ class _BlockPlanner:
 
     shape: ModelShape
     trainer: TrainerLayout
-    sampler_tp_size: int
+    rollout_tp_size: int
     gpus_per_node: int
     relay: bool
-    samplers: range
+    rollout_workers: range
 
     def __post_init__(self) -> None:
-        self.world_size = max(self.trainer.world_size, self.samplers.stop)
+        self.world_size = max(self.trainer.world_size, self.rollout_workers.stop)
         self.loads = {near: [0] * self.world_size for near in (True, False)}
         """Elements that each rank sends so far, within its node (True) and across nodes (False)."""
         self._found: dict[tuple[int, int | None, tuple[int, ...]], _Candidates] = {}
@@ -162,22 +162,22 @@ class _BlockPlanner:
 
     def _demands(self, some: Sequence[Row]) -> list[_Demand]:
         """List what each rank's engine shard shares with each trainer shard."""
-        by_tp_rank: list[list[_Demand]] = [[] for _ in range(self.sampler_tp_size)]
+        by_tp_rank: list[list[_Demand]] = [[] for _ in range(self.rollout_tp_size)]
         for row in some:
             for tp_rank in self.trainer.slices(row):
                 held = trainer_pieces(row, self.shape, self.trainer, tp_rank or 0)
-                for sampler_tp_rank, found in enumerate(by_tp_rank):
-                    wanted = sampler_pieces(row, self.shape, self.sampler_tp_size, sampler_tp_rank)
+                for rollout_tp_rank, found in enumerate(by_tp_rank):
+                    wanted = engine_pieces(row, self.shape, self.rollout_tp_size, rollout_tp_rank)
                     found += [
-                        _Demand(sampler_tp_rank, *both, tp_rank)
+                        _Demand(rollout_tp_rank, *both, tp_rank)
                         for there in held
                         for here in wanted
                         if (both := _overlap(there, here))
                     ]
         return [
             demand._replace(rank=rank)
-            for place, rank in enumerate(self.samplers)
-            for demand in by_tp_rank[place % self.sampler_tp_size]
+            for place, rank in enumerate(self.rollout_workers)
+            for demand in by_tp_rank[place % self.rollout_tp_size]
         ]
 
     def _candidates(self, demand: _Demand, homes: dict[int, Home]) -> _Candidates:
@@ -208,19 +208,19 @@ class _BlockPlanner:
         received: list[_Demand] = []
         relays: list[Move] = []
         for ranks, everything in shared.items():
-            # What every trainer rank holds is small: it is not cut.
-            cut = [alike for alike in everything if alike[0].tp_rank is not None]
-            whole = [alike for alike in everything if alike[0].tp_rank is None]
-            total = sum(alike[0].source.num_elements for alike in cut)
+            # What every trainer rank holds is small: it is not split.
+            split = [alike for alike in everything if alike[0].tp_rank is not None]
+            replicated = [alike for alike in everything if alike[0].tp_rank is None]
+            total = sum(alike[0].source.num_elements for alike in split)
             turns = [
-                (cut[index], place, first, num_rows)
+                (split[index], place, first, num_rows)
                 for index, place, first, num_rows in _assign_rows(
-                    [alike[0].source for alike in cut], [total / len(ranks)] * len(ranks)
+                    [alike[0].source for alike in split], [total / len(ranks)] * len(ranks)
                 )
             ]
             turns += [
                 (alike, index % len(ranks), 0, alike[0].source.rows)
-                for index, alike in enumerate(whole)
+                for index, alike in enumerate(replicated)
             ]
             for alike, place, first, num_rows in turns:
                 parts = [demand.part(first, num_rows) for demand in alike]
@@ -237,11 +237,11 @@ class _BlockPlanner:
     ) -> list[Move]:
         """Choose the senders, and add to their loads."""
         moves: list[Move] = []
-        cut: dict[_Candidates, list[_Demand]] = {}
+        by_senders: dict[_Candidates, list[_Demand]] = {}
         for demand in demands:
             if demand.tp_rank is not None:
-                cut.setdefault(self._candidates(demand, homes), []).append(demand)
-        for (near, ranks), some in cut.items():
+                by_senders.setdefault(self._candidates(demand, homes), []).append(demand)
+        for (near, ranks), some in by_senders.items():
             quotas = _quotas(
                 [loads[near][rank] for rank in ranks], [x.source.num_elements for x in some]
             )
@@ -292,7 +292,7 @@ def _overlap(there: Piece, here: Piece) -> tuple[Slice, Slice] | None:
             num_rows,
             num_columns,
         )
-        for piece, chunk in ((there, 0), (here, SAMPLER))
+        for piece, chunk in ((there, 0), (here, ENGINE))
     )
     return source, destination
 

@@ -2,8 +2,8 @@
 
 Everything is stated in the coordinates of the HF tensors, so that two layouts (the engine's is in
 vllm_layout.py) meet there. A bias or a norm counts as one column. The name table (table.py) says
-which tensors make a parameter, holders.py who holds it. Padding rows of a vocabulary are nobody's:
-they are in no piece.
+which tensors make a parameter, holders.py who holds it. Padding rows of a vocabulary belong to no
+piece.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ def trainer_pieces(
 ) -> list[Piece]:
     """List what a tensor-parallel rank of the trainer holds of one row of the name table."""
     name = row.megatron[-1] if trainer.transformer_engine else row.megatron[0]
-    cut = rectangles(row, shape, tp_rank, trainer.tp_size, trainer.vocab_rows)
+    parts_held = rectangles(row, shape, tp_rank, trainer.tp_size, trainer.vocab_rows)
     if row.kind != "qkv":
-        return stacked(row.hf, cut, name)
+        return stacked(row.hf, parts_held, name)
     # A shard interleaves its key-value heads; see layout.merge_qkv.
     num_groups = max(1, shape.num_key_value_heads // trainer.tp_size)
     groups = [
         (row_ + rows // num_groups * group, column, rows // num_groups, columns)
         for group in range(num_groups)
-        for row_, column, rows, columns in cut
+        for row_, column, rows, columns in parts_held
     ]
     return stacked(row.hf * num_groups, groups, name)
 
@@ -61,7 +61,7 @@ def rectangles(
     if dim is None:
         return [(0, 0, *size) for size in sizes]
     held = parts(row, shape, tp_rank, tp_size, vocab_rows)
-    return [cut_along(size, dim, *part) for size, part in zip(sizes, held, strict=True)]
+    return [slice_along(size, dim, *part) for size, part in zip(sizes, held, strict=True)]
 
 
 def matrix_sizes(row: Row, shape: ModelShape) -> list[tuple[int, int]]:
@@ -69,7 +69,7 @@ def matrix_sizes(row: Row, shape: ModelShape) -> list[tuple[int, int]]:
     return [(size[0], size[1] if len(size) > 1 else 1) for size in row.shapes(shape)]
 
 
-def cut_along(size: tuple[int, int], dim: int, start: int, stop: int) -> Rectangle:
+def slice_along(size: tuple[int, int], dim: int, start: int, stop: int) -> Rectangle:
     """Return [start, stop) along one dimension."""
     rows, columns = size
     if dim == 0:

@@ -1,8 +1,8 @@
 """Cuts a resharding plan into steps that send and receive a bounded number of bytes per rank.
 
 All pipeline stages send in every step: the first layer of each stage (or a part of it), then the
-second, and so on. Relays follow RELAY_LAG steps after what they relay, beside what crosses nodes
-then. The result is the same on every rank.
+second, and so on. A relay is sent RELAY_LAG steps after its source arrived, overlapping that step's
+traffic between nodes. The result is the same on every rank.
 """
 
 from __future__ import annotations
@@ -90,6 +90,7 @@ def buckets(plan: Plan, bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
     while waiting or relaying:
         units: list[Unit] = []
         total = Counts.zero(plan)
+        # Relays first: they forward what arrived RELAY_LAG buckets ago.
         while relaying and relaying[0][0] <= len(found):
             if (both := total.plus(relaying[0][2])).largest > bucket_bytes and units:
                 break
@@ -102,6 +103,7 @@ def buckets(plan: Plan, bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
             total = both
             units.append(unit)
             waiting.popleft()
+            # A relay may start only once all parts of its blocks have arrived.
             if unit.part == unit.parts - 1:
                 relays = divided(tuple(index for index, _ in unit.blocks), True)
                 for part, counts in enumerate(relays):

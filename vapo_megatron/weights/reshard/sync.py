@@ -1,7 +1,7 @@
 """Weight sync: sends the actor's weights to the engine, and verifies them.
 
 Before: every rank holds its shard of the actor, and of the engine with older weights; where these
-are processes of their own (parallel/sides.py), one of the two. During: each rank receives what its
+are processes of their own (parallel/worlds.py), one of the two. During: each rank receives what its
 engine shard is missing, by a plan that is made once; see planner.py and transfer.py. After: the
 engine holds the actor's weights, and their version.
 """
@@ -25,7 +25,7 @@ from vapo_megatron.parallel.gradient_buffers import wait_for_parameters
 from vapo_megatron.parallel.reduce import gather_objects
 from vapo_megatron.weights.holders import TrainerLayout, trainer_layout
 from vapo_megatron.weights.parameters import local_parameters, unwrap
-from vapo_megatron.weights.reshard.plan import SAMPLER, LiveWeight, Plan, Step
+from vapo_megatron.weights.reshard.plan import ENGINE, LiveWeight, Plan, Step
 from vapo_megatron.weights.reshard.planner import make_plan
 from vapo_megatron.weights.reshard.steps import steps_of
 from vapo_megatron.weights.reshard.transfer import Weights, execute
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from vapo_megatron.config import ModelConfig, RolloutConfig
     from vapo_megatron.models.hf_config import ModelShape
     from vapo_megatron.parallel.groups import Ranks
-    from vapo_megatron.parallel.sides import Sides
+    from vapo_megatron.parallel.worlds import Worlds
     from vapo_megatron.weights.parameters import LocalParameter
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ class _Prepared(NamedTuple):
     steps: list[Step]
     """This rank's."""
     weights: Weights
-    """Both sides' parameters; later updates are in place."""
+    """Both worlds' parameters; later updates are in place."""
     live: dict[str, LiveWeight]
     """The engine's among them."""
     dtype: torch.dtype
@@ -79,7 +79,7 @@ class WeightSync:
         model: ModelConfig,
         rollout: RolloutConfig,
         engine: Engine | None,
-        sides: Sides | None = None,
+        worlds: Worlds | None = None,
     ) -> None:
         """Send nothing yet.
 
@@ -88,11 +88,11 @@ class WeightSync:
             model: make_vocab_size_divisible_by is used.
             rollout: the engine's layout, bucket size, verification.
             engine: this rank's engine; None: it only trains.
-            sides: None: every rank trains and samples.
+            worlds: None: every rank trains and samples.
         """
-        self._shape, self._ranks, self._sides = shape, ranks, sides
+        self._shape, self._ranks, self._worlds = shape, ranks, worlds
         self._model, self._rollout, self._engine = model, rollout, engine
-        self._group = None if sides is None else sides.group
+        self._group = None if worlds is None else worlds.group
         self._prepared: _Prepared | None = None
         self.received_bytes = 0
         """Received by this rank from others in the latest sync."""
@@ -136,7 +136,7 @@ class WeightSync:
         return {"sync/received_bytes": float(ready.received_bytes)}
 
     def _is_verified(self, policy_version: int, is_first: bool) -> bool:
-        """Whether both sides' checksums are compared; between processes always at first."""
+        """Whether both worlds' checksums are compared; between processes always at first."""
         every = self._rollout.verify_sync_every
         return (is_first and (self._group is not None or every > 0)) or (
             every > 0 and policy_version % every == 0
@@ -163,21 +163,21 @@ class WeightSync:
 
     @property
     def _rank(self) -> int:
-        if self._sides is not None:
-            return self._sides.rank
-        assert self._ranks is not None, "without sides every rank trains"
+        if self._worlds is not None:
+            return self._worlds.rank
+        assert self._ranks is not None, "without worlds every rank trains"
         return self._ranks.rank
 
     def _prepare(self, chunks: Sequence[torch.nn.Module]) -> _Prepared:
         """Make the plan and check it; raises on all ranks."""
-        rollout, sides, rank = self._rollout, self._sides, self._rank
+        rollout, worlds, rank = self._rollout, self._worlds, self._rank
         live = self._live()
         weights = all_weights(chunks, live)
         parameters = local_parameters(chunks, self._shape, "actor")
         own = self._trainer_layout(parameters)
         dtype = next(iter(live.values())).tensor.dtype if live else None
         on_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size(self._group)))
-        # What only one of the sides knows; on a rank that is both, it is its own.
+        # What only one of the worlds knows; on a rank that is both, it is its own.
         layouts, dtypes, of_nodes = zip(*self._gather((own, dtype, on_node)), strict=True)
         trainer = own or next(filter(None, layouts))
         dtype = dtype or next(filter(None, dtypes))
@@ -188,7 +188,7 @@ class WeightSync:
             gpus_per_node=of_nodes[0],
             bytes_per_element=dtype.itemsize,
             relay=True,
-            samplers=None if sides is None else sides.samplers,
+            rollout_workers=None if worlds is None else worlds.rollout_workers,
         )
         received, sent = plan.received(rank), plan.sent(rank)
         problems = destination_problems(received, live, dtype)
@@ -242,8 +242,8 @@ class WeightSync:
 def all_weights(
     chunks: Sequence[torch.nn.Module], live: Mapping[str, LiveWeight]
 ) -> dict[tuple[int, str], Tensor]:
-    """Return both sides' parameters for transfer.execute."""
-    found = {(SAMPLER, name): weight.tensor for name, weight in live.items()}
+    """Return both worlds' parameters for transfer.execute."""
+    found = {(ENGINE, name): weight.tensor for name, weight in live.items()}
     for index, chunk in enumerate(chunks):
         for name, parameter in unwrap(chunk).named_parameters():
             found[index, name] = parameter

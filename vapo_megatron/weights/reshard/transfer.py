@@ -6,8 +6,8 @@ engine's type, unpacks the messages that it receives, and copies what it holds i
 doubled: one step is unpacked and the next one packed while messages are in flight. After: every
 rank holds its shard of the engine, and the buffers are freed. No full tensor is ever formed.
 
-In a group that joins trainers with engines of their own (parallel/sides.py), the messages of a
-step are one all-to-all: such a group has no sends and receives.
+In the group that joins trainers and rollout workers (parallel/worlds.py) a step's messages are one
+all-to-all, because that group supports no point-to-point calls.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ from vapo_megatron.errors import ConfigError
 from vapo_megatron.weights.holders import bounds, shard_elements
 from vapo_megatron.weights.reshard.shards import (
     Piece,
-    cut_along,
     matrix_sizes,
     rectangles,
+    slice_along,
     stacked,
 )
 from vapo_megatron.weights.table import Row
@@ -33,7 +33,7 @@ VLLM_VOCAB_PADDING = 64
 """DEFAULT_VOCAB_PADDING_SIZE of vLLM's vocab_parallel_embedding."""
 
 
-def check_sampler(shape: ModelShape, tp_size: int, world_size: int) -> None:
+def check_rollout_layout(shape: ModelShape, tp_size: int, world_size: int) -> None:
     """Refuse an engine layout that vLLM could not load.
 
     Raises:
@@ -60,7 +60,7 @@ def check_sampler(shape: ModelShape, tp_size: int, world_size: int) -> None:
         )
 
 
-def sampler_pieces(row: Row, shape: ModelShape, tp_size: int, tp_rank: int) -> list[Piece]:
+def engine_pieces(row: Row, shape: ModelShape, tp_size: int, tp_rank: int) -> list[Piece]:
     """List what a tensor-parallel rank of vLLM holds of one row of the name table.
 
     A tied output projection shares the embedding's memory, so a copy has no pieces of its own.
@@ -72,17 +72,17 @@ def sampler_pieces(row: Row, shape: ModelShape, tp_size: int, tp_rank: int) -> l
         # Where ranks outnumber key-value heads, consecutive ranks hold the same one.
         parts = min(tp_size, shape.num_key_value_heads)
         part = tp_rank // (tp_size // parts)
-        cut = [cut_along(query, 0, *bounds(query[0], tp_rank, tp_size))]
-        cut += [cut_along(size, 0, *bounds(size[0], part, parts)) for size in others]
-        return stacked(row.hf, cut, row.hf[0].replace("q_proj", "qkv_proj"))
-    cut = rectangles(row, shape, tp_rank, tp_size, _vocab_rows(shape))
-    return stacked(row.hf, cut, row.hf[0].replace("gate_proj", "gate_up_proj"))
+        parts_held = [slice_along(query, 0, *bounds(query[0], tp_rank, tp_size))]
+        parts_held += [slice_along(size, 0, *bounds(size[0], part, parts)) for size in others]
+        return stacked(row.hf, parts_held, row.hf[0].replace("q_proj", "qkv_proj"))
+    parts_held = rectangles(row, shape, tp_rank, tp_size, _vocab_rows(shape))
+    return stacked(row.hf, parts_held, row.hf[0].replace("gate_proj", "gate_up_proj"))
 
 
-def sampler_elements(row: Row, shape: ModelShape, tp_size: int) -> int:
+def engine_elements(row: Row, shape: ModelShape, tp_size: int) -> int:
     """Count what each rank holds of a row, with the vocabulary's padding."""
     if row.kind == "qkv":
-        pieces = sampler_pieces(row, shape, tp_size, 0)
+        pieces = engine_pieces(row, shape, tp_size, 0)
         return sum(piece.rows * piece.columns for piece in pieces)
     return 0 if row.is_copy else shard_elements(row, shape, tp_size, _vocab_rows(shape))
 

@@ -1,7 +1,7 @@
-"""Trainers and samplers of one start: each side a world of its own, and the group that joins both.
+"""Trainers and rollout workers of one launch: a world each, and the group that joins both.
 
-Real gloo processes. Weights between the sides are in tests/weights/reshard/test_sync.py, whole runs
-in tests/e2e/test_disaggregated.py. Not exercised: NCCL.
+Real gloo processes. Weights between the worlds are in tests/weights/reshard/test_sync.py, whole
+runs in tests/e2e/test_disaggregated.py. Not exercised: NCCL.
 """
 
 import torch
@@ -13,7 +13,7 @@ TRAINERS, SAMPLERS = 2, 2
 
 
 def apart():
-    """Leave the tests' own group and start anew, the last ranks as samplers; a worker's."""
+    """Leave the tests' own group and start anew, the last ranks as rollout workers; a worker's."""
     from vapo_megatron.parallel import backend
 
     dist.destroy_process_group()
@@ -26,25 +26,28 @@ def worlds(path):
     from vapo_megatron.parallel.exchange import exchange, gather_summary
     from vapo_megatron.parallel.reduce import any_rank, gather_objects, send_object
 
-    sides = apart()
+    worlds = apart()
     own = torch.ones(1)
     dist.all_reduce(own)
     found = {
-        "side": (sides.is_sampler, dist.get_rank(), dist.get_world_size(), int(own)),
-        "any": any_rank(sides.rank == 3),
-        "all": gather_objects(sides.rank, sides.group),
-        "sent": send_object({"text": "x" * 70_000} if sides.rank == 2 else None, 2, 1, sides.group),
+        "side": (worlds.is_rollout_worker, dist.get_rank(), dist.get_world_size(), int(own)),
+        "any": any_rank(worlds.rank == 3),
+        "all": gather_objects(worlds.rank, worlds.group),
+        "sent": send_object(
+            {"text": "x" * 70_000} if worlds.rank == 2 else None, 2, 1, worlds.group
+        ),
     }
     layout = {"parallel": {"world_size": TRAINERS, "tensor_model_parallel_size": 1}}
-    ranks = None if sides.is_sampler else groups.initialize(config(path, **layout).parallel)
-    # The samplers hold halves; the first trainer wants every third response, the second the others.
+    ranks = None if worlds.is_rollout_worker else groups.initialize(config(path, **layout).parallel)
+    # Each rollout worker holds half; the first trainer wants every third response, the second
+    # the others.
     everything = rollouts()
-    first = NUM_RESPONSES // 2 * (sides.rank - TRAINERS)
-    held = everything[first : first + NUM_RESPONSES // 2] if sides.is_sampler else []
-    summary = gather_summary(held, NUM_RESPONSES, sides.group)
+    first = NUM_RESPONSES // 2 * (worlds.rank - TRAINERS)
+    held = everything[first : first + NUM_RESPONSES // 2] if worlds.is_rollout_worker else []
+    summary = gather_summary(held, NUM_RESPONSES, worlds.group)
     positions = range(NUM_RESPONSES)
     wanted = [[p for p in positions if p % 3 == 0], [p for p in positions if p % 3]]
-    batch = exchange(held, summary, wanted, ranks, sides.group)
+    batch = exchange(held, summary, wanted, ranks, worlds.group)
     expected = [everything[p].rollout for p in ([] if ranks is None else wanted[ranks.dp_rank])]
     tokens = [t for r in expected for t in (*r.prompt.token_ids, *r.token_ids)]
     found["batch"] = (
@@ -54,20 +57,20 @@ def worlds(path):
         set(summary.sources.tolist()),
         len(tokens) > 0,
     )
-    dist.barrier(group=sides.group)
-    sides.close()
+    dist.barrier(group=worlds.group)
+    worlds.close()
     return found
 
 
 def left_alone():
-    """What torch says of a collective of both sides when the last sampler is gone; a worker's."""
-    sides = apart()
-    dist.barrier(group=sides.group)
-    if sides.rank == TRAINERS + SAMPLERS - 1:
-        sides.close()
+    """What torch says of a collective of both worlds when the last sampler is gone; a worker's."""
+    worlds = apart()
+    dist.barrier(group=worlds.group)
+    if worlds.rank == TRAINERS + SAMPLERS - 1:
+        worlds.close()
         return ""
     try:
-        dist.barrier(group=sides.group)
+        dist.barrier(group=worlds.group)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
@@ -82,9 +85,11 @@ def test_a_failed_collective_says_what_failed_it(workers):
 def test_each_side_is_a_world_and_one_group_joins_them(workers, tmp_path):
     results = workers.run(TRAINERS + SAMPLERS, worlds, tmp_path)
     for rank, found in enumerate(results):
-        is_sampler = rank >= TRAINERS
-        assert found["side"] == (is_sampler, rank % 2, 2, 2)
-        assert found["any"] is is_sampler, "a collective of one side does not reach the other"
+        is_rollout_worker = rank >= TRAINERS
+        assert found["side"] == (is_rollout_worker, rank % 2, 2, 2)
+        assert found["any"] is is_rollout_worker, (
+            "a collective of one side does not reach the other"
+        )
         assert found["all"] == [0, 1, 2, 3]
         assert found["sent"] == ({"text": "x" * 70_000} if rank == 1 else None)
-        assert found["batch"] == (True, True, True, {2, 3}, not is_sampler)
+        assert found["batch"] == (True, True, True, {2, 3}, not is_rollout_worker)

@@ -1,12 +1,12 @@
 """Two worlds in one torchrun: trainers and rollout workers, and the group that joins them.
 
-With rollout.placement=disaggregated the first processes train and the others sample. Each side is
-the whole world of its processes: torch.distributed, megatron-core and vLLM count its ranks from 0
-and know of no others. `Sides.group` has all processes, by torchrun's ranks.
+With rollout.placement=disaggregated the first processes train and the others generate rollouts.
+Each set is its own torch.distributed world: megatron-core and vLLM count its ranks from 0 and see
+no others. `Worlds.group` has all processes, by torchrun's ranks.
 
-The group is made by hand, because torch.distributed makes groups only within its one world. Those
-of its functions take it that need no global ranks: all_reduce, all_gather_into_tensor,
-all_to_all_single, all_gather_object and barrier; broadcast and isend do not.
+The group is built by hand, because torch.distributed only creates groups within its default world.
+Functions that need no global ranks accept it: all_reduce, all_gather_into_tensor,
+all_to_all_single, all_gather_object and barrier, but not broadcast and isend.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from torch.distributed import ProcessGroup
 
 
 @dataclasses.dataclass(frozen=True)
-class Sides:
-    """Where this process stands; numbers are torchrun's."""
+class Worlds:
+    """This process's place among all processes; ranks are torchrun's."""
 
     rank: int
     num_trainers: int
-    num_samplers: int
+    num_rollout_workers: int
     group: ProcessGroup
     """Joins all processes: messages on the CPU by gloo, on GPUs by NCCL."""
 
     @property
     def world_size(self) -> int:
-        """Processes of both sides."""
-        return self.num_trainers + self.num_samplers
+        """Processes of both worlds."""
+        return self.num_trainers + self.num_rollout_workers
 
     @property
-    def is_sampler(self) -> bool:
-        """Does this process sample?"""
+    def is_rollout_worker(self) -> bool:
+        """Whether this process generates rollouts."""
         return self.rank >= self.num_trainers
 
     @property
-    def samplers(self) -> range:
-        """Ranks that sample."""
+    def rollout_workers(self) -> range:
+        """Ranks of the rollout workers."""
         return range(self.num_trainers, self.world_size)
 
     def close(self) -> None:
-        """End what joins the sides, on each of them; torch's destroy_process_group does not."""
+        """Destroy the joint group on this process; destroy_process_group does not know it."""
         self.group.shutdown()
         known = dist.distributed_c10d._world
         known.pg_map.pop(self.group, None)
@@ -55,24 +55,30 @@ class Sides:
 
 
 def split(
-    store: dist.Store, rank: int, world_size: int, num_samplers: int, timeout: datetime.timedelta
-) -> Sides:
-    """Make this side's world and the group that joins both. Collective over all processes.
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    num_rollout_workers: int,
+    timeout: datetime.timedelta,
+) -> Worlds:
+    """Initialize this process's world and the group that joins both. Collective over all processes.
 
     Args:
         store: joined by all processes.
         rank, world_size: of this process among all, and their number.
-        num_samplers: the last processes.
+        num_rollout_workers: the last of the processes.
         timeout: of a collective.
     """
-    num_trainers = world_size - num_samplers
-    assert num_trainers >= 1 and num_samplers >= 1, f"{num_samplers} of {world_size} sample"
-    is_sampler = rank >= num_trainers
+    num_trainers = world_size - num_rollout_workers
+    assert num_trainers >= 1 and num_rollout_workers >= 1, (
+        f"{num_rollout_workers} of {world_size} sample"
+    )
+    is_rollout_worker = rank >= num_trainers
     dist.init_process_group(
         "nccl" if torch.cuda.is_available() else "gloo",
-        store=dist.PrefixStore("sampler" if is_sampler else "trainer", store),
-        rank=rank - num_trainers if is_sampler else rank,
-        world_size=num_samplers if is_sampler else num_trainers,
+        store=dist.PrefixStore("rollout_worker" if is_rollout_worker else "trainer", store),
+        rank=rank - num_trainers if is_rollout_worker else rank,
+        world_size=num_rollout_workers if is_rollout_worker else num_trainers,
         timeout=timeout,
     )
     group = dist.ProcessGroup(dist.PrefixStore("joint", store), rank, world_size)
@@ -81,11 +87,11 @@ def split(
         backend._set_sequence_number_for_group()
         group._register_backend(torch.device(device), kind, backend)
     group._set_default_backend(kind)  # type: ignore[arg-type]
-    # torch looks a group up here to say which one failed; else it says that it knows no such group.
+    # torch looks groups up here for its error messages; without it, it reports an unknown group.
     known = dist.distributed_c10d._world
     known.pg_map[group] = (dist.get_backend(), store)
     known.pg_group_ranks[group] = {dist.get_rank(): rank}
-    return Sides(rank, num_trainers, num_samplers, group)
+    return Worlds(rank, num_trainers, num_rollout_workers, group)
 
 
 def _backends(

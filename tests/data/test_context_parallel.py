@@ -1,6 +1,6 @@
 """The cut over context-parallel ranks, against Transformer Engine's, token by token; its balance.
 
-Does not exercise Transformer Engine itself: tests/gpu/test_context_cut.py does, on a GPU.
+Does not exercise Transformer Engine itself: tests/gpu/test_context_parallel.py does, on a GPU.
 """
 
 import numpy as np
@@ -9,7 +9,7 @@ import torch
 
 from tests.data.test_batch import make_batch
 from vapo_megatron.data.batch import RolloutBatch, bounds
-from vapo_megatron.data.context_cut import places_of_tokens, ranks_order, rows_of_rank
+from vapo_megatron.data.context_parallel import places_of_tokens, ranks_order, rows_of_rank
 from vapo_megatron.data.microbatch import make_microbatch
 
 LENGTHS = ([8], [16, 8, 0, 40, 8], [8] * 7, [0, 24])
