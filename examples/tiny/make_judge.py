@@ -27,6 +27,7 @@ import string
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Self
 
 import making
 import task
@@ -79,6 +80,12 @@ class Recipe(making.Architecture):
     least_right: float = 0.99
     """Of the held-out questions."""
     templates: tuple[str, str] = (JUDGE_TEMPLATE, PAIRWISE_TEMPLATE)
+
+    def further(self, round: int) -> Self:
+        """Return a further round's recipe: what the model has learned needs no easy responses."""
+        return dataclasses.replace(
+            super().further(round), direct_until=0.0, short_until=0.0, learning_rate=2e-3
+        )
 
     def most_operations(self, progress: float) -> int:
         """Return the most operations of a problem. progress: share of the iterations, in [0, 1)."""

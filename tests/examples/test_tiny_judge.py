@@ -170,6 +170,15 @@ def test_chains_grow_from_one_operation():
             assert question[0].count("nopqrstuvwx") <= most + 1
 
 
+def test_a_further_round_has_long_chains_from_the_start():
+    recipe = Recipe(seed=3).further(2)
+    assert (recipe.seed, recipe.iterations) == (2003, recipe.more_iterations)
+    assert recipe.most_operations(0.0) == task.SHORT.max_operations
+    drawn = make_judge.training_questions
+    rng = random.Random(0)
+    assert any("nopqrstuvwx" in drawn(rng, recipe, 0.0)[0][0] for _ in range(200))
+
+
 def test_the_first_responses_are_direct_answers():
     recipe, rng = Recipe(), random.Random(0)
     chains = []
