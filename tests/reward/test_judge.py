@@ -36,6 +36,7 @@ class Server:
     def __init__(self, answer, port=0):
         self.asked, self.keys, self.together, self.most = [], [], 0, 0
         self.lock = threading.Lock()
+        self.has_gone = False
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -58,6 +59,8 @@ class Server:
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
                 self.wfile.write(data)
+                # A server that has gone has no connections either.
+                self.close_connection = outer.has_gone
 
             def log_message(self, *_):
                 pass
@@ -69,6 +72,7 @@ class Server:
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
 
     def close(self):
+        self.has_gone = True
         self.http.shutdown()
         self.http.server_close()
 
