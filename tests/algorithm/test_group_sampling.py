@@ -67,7 +67,7 @@ def test_a_critic_that_is_wrong_in_the_mean_has_not_settled():
         assert error_is_large(error, spread) is is_large
     assert not error_is_large(math.nan, 1.0)
     assert critic_has_settled([0.6, 0.5], 1)
-    assert not critic_has_settled([0.6, 0.5], 1, error_is_large=True)
+    assert not critic_has_settled([0.6, 0.5], 1, is_off=True)
 
 
 def test_a_head_starts_at_the_mean_return():

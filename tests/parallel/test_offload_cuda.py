@@ -97,7 +97,7 @@ def test_memory_that_cannot_be_pinned_is_a_users_mistake(monkeypatch):
     with pytest.raises(ConfigError) as error:
         HostBuffer(5_000_000_000)
     assert str(error.value) == (
-        "parallel.offload: CUDA cannot pin 5 GB of host memory (error 2 in words); raise the "
+        "parallel.offload=true: CUDA cannot pin 5 GB of host memory (error 2 in words); raise the "
         "limit of locked memory (ulimit -l), use more nodes, or set parallel.offload=false"
     )
     assert [a[0] for a in cuda.asked] == ["pin"]

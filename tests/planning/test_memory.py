@@ -135,7 +135,7 @@ def test_without_a_critic_there_is_half_of_it(shape):
 def test_reserve(shape):
     phases = memory.phase_memory(shape, make_config(), gpu_bytes=GPU_BYTES, pp_rank=0)
     # TP, PP, DP, TP x PP, the world, and two of vLLM's; 7 neighbours; context and graphs; and
-    # Transformer Engine's placeholders of a layer's gradients: 896 x 5120, 5120 x 640, 6912 x 5120
+    # Transformer Engine's dummies of a layer's gradients: 896 x 5120, 5120 x 640, 6912 x 5120
     # and 5120 x 3456 numbers of 2 bytes.
     kept = 2 * 5120 * (896 + 640 + 6912 + 3456)
     assert kept == 121_896_960
@@ -155,14 +155,14 @@ def test_reserve(shape):
     )
 
 
-def test_placeholders_are_kept_where_transformer_engine_trains(shape):
+def test_dummy_gradients_are_kept_where_transformer_engine_trains(shape):
     def kept(**sections):
-        return model_bytes.placeholder_bytes(shape, make_config(**sections))
+        return model_bytes.dummy_gradient_bytes(shape, make_config(**sections))
 
     assert kept() == 121_896_960
     assert kept(model={"layer_spec": "local"}) == kept(model={"dtype": "float32"}) == 0
     # 7B on one GPU, as on paper: half a GB.
-    seven = model_bytes.placeholder_bytes(known_shape("Qwen2.5-7B"), make_config(1, 1, 1))
+    seven = model_bytes.dummy_gradient_bytes(known_shape("Qwen2.5-7B"), make_config(1, 1, 1))
     assert seven == 2 * 3584 * (4608 + 3584 + 2 * 18944 + 18944)
     apart = {"placement": "disaggregated", "num_processes": 4}
     phases = (

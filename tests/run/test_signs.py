@@ -96,8 +96,10 @@ def test_values_that_are_off_when_pretraining_ends():
     row = {"critic/value_error_mean": 0.75, "critic/return_std": 0.5}
     (text,) = about_value_error(row, config)
     assert "that are 0.75 too high in the mean" in text and "of the returns of 0.5:" in text
+    assert "advantages then punish ending a response" in text
     assert "optimizer.critic_learning_rate=2e-06, or take more" in text
     (text,) = about_value_error({**row, "critic/value_error_mean": -0.3}, config)
     assert "that are 0.3 too low in the mean" in text
+    assert "advantages then reward ending a response" in text
     assert about_value_error({**row, "critic/value_error_mean": 0.2}, config) == []
     assert about_value_error({}, config) == []

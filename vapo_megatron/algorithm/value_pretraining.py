@@ -24,8 +24,9 @@ def actor_is_trained(step: int, value_pretraining_steps: int) -> bool:
 LARGE_ERROR = 0.5
 """Mean error of the values, in standard deviations of the returns, from which on it is large.
 
-The choice is ours. A constant error c adds c to the first reward that lambda < 1 lets advantages
-see, and so pays for longer or for shorter responses instead of right ones."""
+The choice is ours. With V = R + c everywhere only the last token's delta has the error, -c, and
+GAE hands it back as -c * lambda^k to the token k places before: where lambda is below 1, values
+that are too low pay for ending a response, and values that are too high for going on."""
 
 
 def error_is_large(mean_error: float, return_std: float) -> bool:
@@ -62,7 +63,7 @@ def bias_to_mean_return(
 
 
 def critic_has_settled(
-    explained_variances: Sequence[float], patience: int, error_is_large: bool = False
+    explained_variances: Sequence[float], patience: int, is_off: bool = False
 ) -> bool:
     """Return whether the explained variance has stopped rising, and values are right in the mean.
 
@@ -74,7 +75,7 @@ def critic_has_settled(
     Args:
         explained_variances: one per step so far, oldest first; NaN never counts as a rise.
         patience: steps without a new maximum after which the critic has settled, at least 1.
-        error_is_large: of the last step; explained variance does not see a constant error.
+        is_off: error_is_large of the last step; explained variance does not see a constant error.
 
     Returns:
         Always False in the first `patience` steps, while no step was above 0, which means that the
@@ -86,6 +87,6 @@ def critic_has_settled(
     if patience < 1:
         raise ValueError(f"value_pretraining_patience={patience} must be at least 1")
     known = [-math.inf if math.isnan(x) else x for x in explained_variances]
-    if len(known) <= patience or error_is_large:
+    if len(known) <= patience or is_off:
         return False
     return max(known) > 0 and max(known[-patience:]) <= max(known[:-patience])

@@ -179,14 +179,17 @@ class HostBuffer:
     """Host memory of an exact size, pinned if there is a GPU; pages are allocated at first use."""
 
     def __init__(
-        self, num_bytes: int, setting: str = "parallel.offload", off: str = "false"
+        self,
+        num_bytes: int,
+        setting: str = "parallel.offload=true",
+        off: str = "parallel.offload=false",
     ) -> None:
         """Allocate and pin.
 
         Args:
             num_bytes: size.
-            setting: the field that needs it.
-            off: its value with which nothing is pinned.
+            setting: the field that needs it, with its value.
+            off: the same with the value for which nothing is pinned.
 
         Raises:
             ConfigError: CUDA cannot pin so much.
@@ -204,7 +207,7 @@ class HostBuffer:
                 raise ConfigError(
                     f"{setting}: CUDA cannot pin {size / GB:.3g} GB of host memory "
                     f"({cuda.cudaGetErrorString(error)}); raise the limit of locked memory "
-                    f"(ulimit -l), use more nodes, or set {setting}={off}"
+                    f"(ulimit -l), use more nodes, or set {off}"
                 )
             self._pinned = True
 

@@ -43,12 +43,12 @@ from vapo_megatron.planning.model_bytes import (
     KV_CACHE_BYTES,
     Layout,
     StateBytes,
+    dummy_gradient_bytes,
     engine_weight_bytes,
     fp8_weight_bytes,
     num_parameters,
     optimizer_bytes,
     optimizer_checkpoint_bytes,
-    placeholder_bytes,
     role_shape,
     state_bytes,
     widths,
@@ -117,7 +117,7 @@ class PhaseMemory:
     kv_cache: int = 0
     sync_buckets: int = 0
     reserve: int = 0
-    """CUDA context, NCCL, CUDA graphs, fragmentation, Transformer Engine's placeholders."""
+    """CUDA context, NCCL, CUDA graphs, fragmentation, Transformer Engine's dummy gradients."""
 
     @property
     def total(self) -> int:
@@ -180,7 +180,7 @@ def phase_memory(
     found = {n: dataclasses.replace(p, parameters=p.parameters + copies) for n, p in found.items()}
     if config.rollout.is_disaggregated:
         found[GENERATION] = dataclasses.replace(sampling, sync_buckets=buckets)
-    kept = placeholder_bytes(shape, config)
+    kept = dummy_gradient_bytes(shape, config)
     return {
         name: _with_reserve(found[name], name, config, kept) for name in PHASES if name in found
     }

@@ -275,7 +275,7 @@ def fp8_weight_bytes(shape: ModelShape, config: VapoConfig) -> int:
     return 2 * elements // config.parallel.pipeline_model_parallel_size
 
 
-def placeholder_bytes(shape: ModelShape, config: VapoConfig) -> int:
+def dummy_gradient_bytes(shape: ModelShape, config: VapoConfig) -> int:
     """Bytes of the empty weight gradients that Transformer Engine keeps on one GPU.
 
     Its modules add a weight's gradient to the float32 buffer themselves and give autograd an

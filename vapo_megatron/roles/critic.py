@@ -47,8 +47,8 @@ class Critic:
         """Add a constant to the value head's output from now on."""
         for head in self.placed.chunks[-1].modules():
             if isinstance(head, ValueHead):
-                known = 0.0 if head.bias is None else head.bias
-                head.set_bias(torch.full((1,), bias) + known)
+                known = torch.zeros(1) if head.bias is None else head.bias
+                head.set_bias(known + bias)
 
     @emits(
         "critic/loss",

@@ -112,8 +112,9 @@ def about_value_error(row: Row, config: VapoConfig) -> list[str]:
     return [
         f"warning: value pretraining ends with values that are {abs(error):.2g} too "
         f"{'high' if error > 0 else 'low'} in the mean (critic/value_error_mean), against a "
-        f"standard deviation of the returns of {spread:.2g}: each lambda below 1 then pays for the "
-        "length of responses; set model.value_head_bias=mean_return, raise "
+        f"standard deviation of the returns of {spread:.2g}: with lambda below 1 advantages then "
+        f"{'punish' if error > 0 else 'reward'} ending a response; set "
+        "model.value_head_bias=mean_return, raise "
         f"optimizer.critic_learning_rate={config.optimizer.critic_learning_rate:g}, or take more "
         f"algorithm.value_pretraining_steps={config.algorithm.value_pretraining_steps}"
     ]

@@ -18,7 +18,8 @@ from vapo_megatron.reward.mathematics.parser import Value, parse
 from vapo_megatron.reward.mathematics.text import plain
 
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
-_HALF_OF_DAY = re.compile(r"(?<=\d)\s*([apAP])\.?\s?[mM]\b\.?")
+# Behind a clock's time alone: 3pm is a product elsewhere, whose letters have a case.
+_HALF_OF_DAY = re.compile(r"(?<=:\d\d)\s*([apAP])\.?\s?[mM]\b\.?")
 
 
 def make_handler() -> tuple[Callable[[dict[str, Any]], dict[str, Any]], dict[str, Any]]:

@@ -5,6 +5,7 @@ Nothing here decides what is equal. Imports neither torch nor anything else of t
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 
@@ -73,6 +74,7 @@ _IN_DEGREES = re.compile(
 )
 
 
+@functools.lru_cache(maxsize=4096)
 def plain(text: str) -> str:
     r"""Return a formula in one way of writing it.
 

@@ -72,7 +72,7 @@ class Staging:
     def _buffer(self) -> dict[str, Tensor]:
         """Return uninitialised host memory for every weight."""
         sizes = [-(-t.nbytes // _ALIGNMENT) * _ALIGNMENT for t in self._like.values()]
-        parts = HostBuffer(sum(sizes), "rollout.lag", "0").tensor.split(sizes)
+        parts = HostBuffer(sum(sizes), "rollout.lag above 0", "rollout.lag=0").tensor.split(sizes)
         return {
             name: part[: like.nbytes].view(like.dtype).view(like.shape)
             for (name, like), part in zip(self._like.items(), parts, strict=True)
