@@ -191,6 +191,10 @@ REPLAY = [
 MISTAKES = {
     "unknown key": (nothing, ["algorithm.gama=1"], "did you mean algorithm.gamma?"),
     "wrong type": (nothing, ["algorithm.group_size=x"], "group_size='x' must be a valid integer"),
+    "no argument of vLLM": (
+        nothing, ["rollout.vllm_args={{max_num_batched_token: 64}}"],
+        "rollout.vllm_args: the installed vLLM's engine has no argument max_num_batched_token; did",
+    ),
     "layout": (
         nothing,
         ["parallel.world_size=3", "parallel.tensor_model_parallel_size=3"],
@@ -498,6 +502,14 @@ def test_one_process_tells_a_mistake(mistake, before_torchrun, capsys):
     assert told[0].out == "", "no plan of what is refused"
     error = told[0].err
     assert error.startswith("error: ") and error.count("\n") == 1 and words in error
+
+
+def test_a_dry_run_advises(place, before_torchrun, capsys):
+    dry = ["--config", str(place / "config.yaml"), "--dry-run", "model.dtype=bfloat16"]
+    assert main([*dry, "rollout.kv_cache_dtype=fp8"]) == 0
+    assert "warning: rollout.kv_cache_dtype=fp8 moves the engine" in capsys.readouterr().err
+    assert main(dry) == 0
+    assert "kv_cache_dtype" not in capsys.readouterr().err
 
 
 def test_a_disk_without_room_for_a_checkpoint(place, before_torchrun, monkeypatch, capsys):
