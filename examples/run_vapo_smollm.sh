@@ -67,15 +67,15 @@ make_problems() {
   [ -e "$last" ] || make -m vapo_megatron prepare --reasoning-gym "$1" --config "$2" "${wanted[@]}" --overwrite \
     --template none --shots 2 --system "Give the answer alone." --tokenizer runs/smollm/model --max-prompt-tokens 160
 }
-make_problems chain_sum '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}' 60 200
+make_problems chain_sum '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}' 60 100
+make_problems gcd '{"min_value": 2, "max_value": 30}' 60 200
 make_problems products '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}' 48 50
-make_problems count_bits '{"min_n": 1, "max_n": 127}' 60 60
-make_problems gcd '{"min_value": 2, "max_value": 30}' 40
+make_problems count_bits '{"min_n": 1, "max_n": 127}' 40
 make_problems letter_counting '{"min_words": 2, "max_words": 4}' 40
 
 quick=()
 if [ -n "$is_quick" ]; then
-  quick=(algorithm.policy_steps=3 evaluation.samples=1 evaluation.every_steps=0)
+  quick=(algorithm.policy_steps=3 evaluation.samples=1)
   [ "$algorithm" != vapo ] || quick+=(algorithm.value_pretraining_steps=1)
 fi
 trap - INT

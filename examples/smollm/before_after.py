@@ -1,12 +1,14 @@
 """Held-out accuracy before and after a run, task by task: `before_after.py RUN`.
 
 Each mean has its 95 % bootstrap interval over problems. Prints a table and writes it to
-RUN/before_after.md; `apart` says whether the two intervals have no value in common.
+RUN/before_after.md; `apart` says whether the two intervals have no value in common, `one answer`
+what always giving the most frequent ground truth would reach.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -57,20 +59,25 @@ def table(run: Run) -> str:
             f"{run.run_dir} has {len(evaluations)} evaluations of {len(sources)} sources; it must "
             "have two or more, of one or more sources: let the run end"
         )
-    counts = {
-        name: len(load_problems(of["path"], of["prompt_column"], of["answer_column"], section=name))
+    problems = {
+        name: load_problems(of["path"], of["prompt_column"], of["answer_column"], section=name)
         for name, of in sources.items()
     }
+    counts = {name: len(some) for name, some in problems.items()}
     before, after = (shares(row, counts) for row in (evaluations[0], evaluations[-1]))
     trained = run.section("data").get("sources") or {}
+    last_step = evaluations[-1]["step"]
     lines = [
-        f"| task | problems | before | after {evaluations[-1]['step']} steps | apart |",
-        "|---|---|---|---|---|",
+        f"| task | problems | one answer | before | after {last_step} steps | apart |",
+        "|---|---|---|---|---|---|",
     ]
     for name in sorted(counts, key=lambda name: (name not in trained, name)):
         first, last = accuracy(before[name]), accuracy(after[name])
         note = "" if name in trained else ", not trained on"
-        cells = [f"{name}{note}", str(counts[name]), shown(first), shown(last), apart(first, last)]
+        answers = collections.Counter(problem.answer for problem in problems[name])
+        constant = max(answers.values()) / counts[name]
+        cells = [f"{name}{note}", str(counts[name]), f"{constant:.3f}", shown(first), shown(last)]
+        cells.append(apart(first, last))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -121,7 +121,7 @@ def test_its_configuration_with_each_algorithm(name):
     config = load_config([CONFIG, ROOT / f"examples/configs/algorithms/{name}.yaml"])
     assert config.parallel.pipeline_model_parallel_size == config.num_processes == 2
     assert (config.model.value_head_bias == "mean_return") == (name == "vapo")
-    assert config.algorithm.policy_steps == 16 and config.algorithm.num_prompts % 3 == 0
+    assert config.algorithm.policy_steps == 12 and config.algorithm.num_prompts % 3 == 0
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,9 @@ def run_dir(tmp_path):
     """A run with 20 problems of `sums`, which is trained on, and 3 of `counts`."""
     files = {"sums": tmp_path / "sums.jsonl", "counts": tmp_path / "counts.jsonl"}
     for name, count in (("sums", 20), ("counts", 3)):
-        write_lines(files[name], [{"prompt": f"{name} {i}", "answer": "1"} for i in range(count)])
+        write_lines(
+            files[name], [{"prompt": f"{name} {i}", "answer": f"{i // 5}"} for i in range(count)]
+        )
     sources = {name: {"path": str(path)} for name, path in files.items()}
     config = {"data": {"sources": {"sums": sources["sums"]}}, "evaluation": {"sources": sources}}
     (tmp_path / "config.yaml").write_text(
@@ -157,10 +159,13 @@ def run_dir(tmp_path):
 
 def test_the_table(before_after, run_dir):
     title, _, sums, counts = before_after.table(read_run(run_dir)).splitlines()
-    assert title == "| task | problems | before | after 5 steps | apart |"
+    assert title == "| task | problems | one answer | before | after 5 steps | apart |"
     # 10 of 80 and 70 of 80 responses; 6 and 7 of 12.
-    assert sums.startswith("| sums | 20 | 0.125 (0.0") and " | 0.875 (0.8" in sums
-    assert counts.startswith("| counts, not trained on | 3 | 0.500 (0.0") and "| 0.583 (" in counts
+    assert sums.startswith("| sums | 20 | 0.250 | 0.125 (0.0") and " | 0.875 (0.8" in sums
+    assert (
+        counts.startswith("| counts, not trained on | 3 | 1.000 | 0.500 (0.0")
+        and "| 0.583 (" in counts
+    )
     assert sums.endswith("| yes |") and counts.endswith("| no |")
 
 
@@ -196,7 +201,7 @@ def test_the_quick_run(tmp_path):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(5))
     assert rows[0]["evaluation/avg@1"] > 0.1 and "evaluation/avg@1" in rows[-1]
-    for task in ("chain_sum", "count_bits", "products"):
+    for task in ("chain_sum", "gcd", "products"):
         assert rows[-1][f"reward/by_source/{task}/share"] == pytest.approx(1 / 3)
         assert f"| {task} |" in (run / "before_after.md").read_text()
     assert (run / "hf_export/model.safetensors").exists() and (run / "report.html").exists()
