@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +63,8 @@ def cut_and_gone_on(tmp: Path, first_path: Path, second_path: Path) -> dict[str,
     early, cut = go_on(engine, begun, seeds, 3, tokens)
     found["by tokens"] = early, cut
     found["same weights"] = go_on(engine, cut, seeds, 3, lambda count: False)
-    found["seeds"] = [request(settings(), (2,), 12, count).seed for count in (0, 7)]
+    some = [dataclasses.replace(begun[0], token_ids=array("i", [5] * n)) for n in (0, 7)]
+    found["seeds"] = [request(settings(), (2,), Request(r, 12)).seed for r in some]
     found["left"] = engine._llm.llm_engine.has_unfinished_requests()
 
     asked.clear()
