@@ -90,13 +90,9 @@ def complete(
                 if on_progress is not None:
                     on_progress(finished, max(expected, begun))
         # Before abort_request, which drops their tokens.
-        interrupted = {int(name): completion for name, completion in unfinished(engine).items()}
-        if interrupted:
-            engine.abort_request(list(running))
-        return interrupted
-    except BaseException:
+        return {int(name): completion for name, completion in unfinished(engine).items()}
+    finally:
         engine.abort_request(list(running))
-        raise
 
 
 def _stop_unless(has_time: bool) -> None:
