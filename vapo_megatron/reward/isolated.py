@@ -17,14 +17,8 @@ from vapo_megatron.data.problems import Problem
 from vapo_megatron.errors import ConfigError, tell
 from vapo_megatron.reward.functions import FunctionVerifier, WrongReturn, load
 from vapo_megatron.reward.verifier import RunningVerifier, Verdict
-from vapo_megatron.sandbox.pool import (
-    DIED,
-    OUT_OF_MEMORY,
-    OVER_TIME,
-    HandlerRefused,
-    Reply,
-    WorkerPool,
-)
+from vapo_megatron.sandbox.channel import DIED, OUT_OF_MEMORY, OVER_TIME, Reply
+from vapo_megatron.sandbox.pool import HandlerRefused, WorkerPool
 
 
 class IsolatedVerifier(RunningVerifier):
