@@ -108,7 +108,7 @@ class Waiting(NamedTuple):
     Everything is the same on all ranks of a replica.
     """
 
-    count: Callable[[], int]
+    number: Callable[[], int]
     """How many there are."""
     back: Callable[[bool], Sequence[Request]]
     """Called every TOKENS_BETWEEN_TURNS decoding steps while there are some, and with True while

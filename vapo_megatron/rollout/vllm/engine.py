@@ -239,7 +239,7 @@ class RolloutEngine:
 
         with random_state_kept():
             again = work.waiting
-            waits = (again.count, lambda is_idle: asked(again.back(is_idle))) if again else ()
+            waits = (again.number, lambda is_idle: asked(again.back(is_idle))) if again else ()
             interrupted = complete(
                 self._llm.llm_engine, lambda room: asked(work.take(room)), keep, on_progress,
                 has_time, work.is_enough, *waits, at_once=self.at_once, expected=work.expected,
