@@ -23,7 +23,7 @@ IDLE_SECONDS = 0.05
 
 
 class Answer(NamedTuple):
-    """What follows a turn, in tokens; the first one of an episode follows the prompt."""
+    """What an environment has answered, in tokens: to a turn, or at an episode's beginning."""
 
     position: int
     """Rollout.position."""
@@ -33,6 +33,8 @@ class Answer(NamedTuple):
     """The turn's own."""
     is_over: bool = False
     """The episode ends here."""
+    prompt_ids: Sequence[int] | None = None
+    """At an episode's beginning: the prompt, with what the environment says before any action."""
 
 
 class Players(Protocol):
@@ -109,6 +111,9 @@ class Turns:
         found = []
         for answer in came:
             rollout = self._waiting.pop(answer.position)
+            if answer.prompt_ids is not None:
+                prompt = dataclasses.replace(rollout.prompt, token_ids=tuple(answer.prompt_ids))
+                rollout = dataclasses.replace(rollout, prompt=prompt)
             if answer.is_over:
                 self._finish(rollout, answer.reward)
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import time
 from pathlib import Path
@@ -25,8 +26,8 @@ def answer(rollout: Rollout) -> Answer:
     """What the environment of a test says: it follows from what the model has sampled."""
     tokens = len(rollout.token_ids)
     if not tokens:
-        size = rollout.position % 3
-        return Answer(rollout.position, [20 + i for i in range(size)])
+        said = [20 + i for i in range(rollout.position % 3)]
+        return Answer(rollout.position, prompt_ids=[*rollout.prompt.token_ids, *said])
     draw = random.Random(f"{rollout.position} {tokens} {rollout.token_ids[-1]}")
     ids = [draw.randrange(13, 64) for _ in range(draw.randrange(33))]
     return Answer(rollout.position, ids, draw.random(), is_over=draw.random() < 0.2)
@@ -78,7 +79,9 @@ def one_by_one(engine: Any, limits: Limits = LIMITS) -> dict[int, Rollout]:
     """All episodes by a plain loop: each turn is sent alone, and waited for."""
     found = {}
     for (request,) in begun():
-        rollout = request.rollout.answered(answer(request.rollout).ids)
+        ids = tuple(answer(request.rollout).prompt_ids)
+        prompt = dataclasses.replace(request.rollout.prompt, token_ids=ids)
+        rollout = dataclasses.replace(request.rollout, prompt=prompt)
         while True:
             ended = list[Rollout]()
             parts = iter([[Request(rollout, request.seed, limits.max_action_tokens)]])
