@@ -24,19 +24,29 @@ SUMMARY: pytest.StashKey[list] = pytest.StashKey()
 TESTS = Path(__file__).parent
 TRAINER, ENGINE = "vapo_megatron.training.loop", "tests.preloaded_engine"
 LONGEST = (
-    "e2e/test_run.py",
     "distributed/test_matrix.py",
+    "reward/test_math_cases.py",
+    "rollout/disaggregated/test_worker.py",
     "reward/test_math_verifier.py",
+    "test_disaggregated_wiring.py",
+    "reward/test_verifiers.py",
     "cli/test_user_errors.py",
-    "rollout/vllm/test_engine.py",
-    "weights/reshard/test_sync.py",
-    "test_step_on_a_gpu.py",
+    "e2e/test_run.py",
+    "gpu/test_network.py",
+    "reward/test_hybrid.py",
     "cli/test_launch.py",
+    "docs/test_pages.py",
     "reward/test_code_verifier.py",
-    "reward/test_judge.py",
-    "weights/convert/test_convert.py",
-    "parallel/health/test_watchdog.py",
+    "weights/convert/test_refused.py",
+    "gpu/test_tool.py",
     "test_value_stage.py",
+    "weights/convert/test_convert.py",
+    "e2e/test_disaggregated.py",
+    "examples/test_runner.py",
+    "rollout/vllm/test_engine.py",
+    "parallel/health/test_watchdog.py",
+    "test_step_on_a_gpu.py",
+    "docs/test_your_own.py",
 )
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up what is missing and runs the tests, three files at a time, which keeps two cores at work: some tests wait.
+# Sets up what is missing and runs the tests, four files at a time, which keeps two cores at work: some tests wait.
 # Arguments go to pytest, which then runs one test after the other:  bash tests/run.sh tests/algorithm -k gae
 # --environment newest before them: with Python 3.12 and the newest megatron-core (see tools/setup_env.sh).
 set -euo pipefail
@@ -19,5 +19,5 @@ sources=(vapo_megatron tools examples tests docs setup.py)
 [[ $# -eq 0 ]] || exec "$VAPO_PYTHON" -m pytest -q "$@"
 # Types take most of a minute, in which the first tests wait for what they share.
 "$VAPO_PYTHON" -m mypy vapo_megatron & types=$!
-"$VAPO_PYTHON" -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder || failed=$?
+"$VAPO_PYTHON" -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder || failed=$?
 wait "$types" && exit "${failed:-0}"

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import itertools
 import math
 import multiprocessing
@@ -106,7 +107,9 @@ def keep_imported() -> None:
     gc.unfreeze = lambda: None
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection, first: Sequence[str]) -> None:
+    for module in first:
+        importlib.import_module(module)
     os.environ.update(OMP_NUM_THREADS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0")
     import torch
     import torch.distributed as dist
@@ -187,10 +190,11 @@ class WorkerPool:
     """A lazily grown set of worker processes.
 
     start_method: "spawn" for processes that must import everything themselves; None: as prepared.
+    first: modules that they import before anything else.
     """
 
-    def __init__(self, start_method: str | None = None) -> None:
-        self._start_method = start_method
+    def __init__(self, start_method: str | None = None, first: Sequence[str] = ()) -> None:
+        self._start_method, self._first = start_method, first
         self._workers: list[tuple[Any, Connection]] = []
 
     def run(
@@ -205,7 +209,7 @@ class WorkerPool:
             starting = context(self._start_method)
             ours, theirs = starting.Pipe()
             # Not daemonic: megatron-core's checkpoint writer starts processes of its own.
-            process = starting.Process(target=_serve, args=(theirs,))
+            process = starting.Process(target=_serve, args=(theirs, self._first))
             process.start()
             theirs.close()
             self._workers.append((process, ours))

@@ -169,6 +169,12 @@ def test_a_wrong_value_is_one_line_with_field_value_rule_and_default():
         assert f"leave it out for the default {default} (" in message, (override, rule, default)
 
 
+@pytest.mark.parametrize("word", ["off", "'off'", "OFF"])
+def test_a_bare_off_is_the_word_where_it_is_a_choice(word):
+    assert load_config([], [f"logging.progress={word}"]).logging.progress == "off"
+    assert load_config([], [f"data.shuffle={word.strip(chr(39))}"]).data.shuffle is False
+
+
 def test_every_wrong_field_gets_a_line_and_lists_name_the_place():
     lines = rejected("algorithm.gamma=2", "rollout.stop_token_ids=[1,a]", "seed=x").splitlines()
     starts = ["seed='x'", "rollout.stop_token_ids[1]='a'", "algorithm.gamma=2"]

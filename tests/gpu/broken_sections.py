@@ -29,10 +29,14 @@ def crashes_half_way(sizes, directory):
 
 
 def one_rank_raises(sizes, directory):
-    """The other waits for it, as in a collective."""
+    """The other, which has a row by then, waits for it, as in a collective."""
+    has_row = directory / "has_row"
     if os.environ["RANK"] == "0":
         yield Row("ranks", "first", f"{os.environ['WORLD_SIZE']} ranks")
+        has_row.touch()
         time.sleep(600)
+    while not has_row.exists():
+        time.sleep(0.05)
     raise RuntimeError("NCCL error")
 
 

@@ -127,13 +127,16 @@ import os, sys
 import torch
 from vapo_megatron.config import ModelConfig
 from vapo_megatron.errors import ConfigError
-for place in sys.argv[1:]:
+for place in sys.argv[1].split(":"):
     if child := os.fork():
         assert os.waitpid(child, 0)[1] == 0
         continue
     sys.path.insert(0, place)
     print(os.path.basename(place), end=" ")
     try:
+        from vapo_megatron.parallel import megatron_on_cpu
+        if "--gpu" in sys.argv:
+            megatron_on_cpu.has_gpu = lambda: True
         from vapo_megatron.models.layer_spec import uses_transformer_engine
         print("imported", uses_transformer_engine(ModelConfig(layer_spec="local")))
     except ConfigError as error:
@@ -145,19 +148,29 @@ for place in sys.argv[1:]:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory):
-    """Case -> what importing says beside that library."""
+def imported(tmp_path_factory):
+    """Case -> what importing says beside that library, from cases and options."""
     places = tmp_path_factory.mktemp("libraries")
     for case, (library, code) in BESIDE.items():
         (places / case / library).mkdir(parents=True)
         (places / case / library / "__init__.py").write_text(code)
         (places / case / library / "pytorch.py").touch()
-    command = [sys.executable, "-c", IMPORTS, *(str(places / case) for case in BESIDE)]
+    return lambda cases, *options: _imported([places / case for case in cases], *options)
+
+
+def _imported(places, *options):
+    command = [sys.executable, "-c", IMPORTS, ":".join(map(str, places)), *options]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line.partition(" ") for line in done.stdout.splitlines()]
-    assert [case for case, *_ in lines] == list(BESIDE), "a line each"
+    assert [case for case, *_ in lines] == [place.name for place in places], "a line each"
     return {case: line for case, _, line in lines}
+
+
+@pytest.fixture(scope="module")
+def told(imported):
+    """With a GPU, which looks for the libraries; megatron-core itself is not reached."""
+    return imported([case for case in BESIDE if case != "neither"], "--gpu")
 
 
 def test_a_damaged_transformer_engine_is_a_config_error_whatever_the_layers_are(told, subtests):
@@ -175,8 +188,10 @@ def test_a_damaged_apex_is_one_too(told):
     assert told["apex"].startswith(start) and told["apex"].endswith("or pip uninstall apex")
 
 
-def test_one_that_is_not_installed_is_no_error(told):
-    assert told["neither"] == "imported False"
+def test_without_a_gpu_they_are_not_looked_at_and_none_is_no_error(imported):
+    """A process on the CPU of a GPU machine: megatron-core would take the fused Adam."""
+    found = imported(["RuntimeError", "apex", "neither"])
+    assert found == dict.fromkeys(found, "imported False")
 
 
 TOO_OLD = "The NVIDIA driver on your system is too old (found version 12080)."

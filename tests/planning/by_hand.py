@@ -29,6 +29,7 @@ ROUND = Cluster(
     pcie_share=1.0,
     collective_seconds=0.0,
     decode_step_seconds=0.0,
+    layer_host_seconds=0.0,
 )
 FAST_MEMORY = dataclasses.replace(ROUND, memory_gb_per_second=1e12)
 WORKLOAD = Workload(

@@ -44,7 +44,7 @@ def test_one_set_of_efficiencies_for_all_jobs():
     assert len(shares) == 7
     for job in published.JOBS:
         cluster = published.planned(job)[1].cluster
-        for name in [*shares, "collective_seconds", "decode_step_seconds"]:
+        for name in [*shares, "collective_seconds", "decode_step_seconds", "layer_host_seconds"]:
             assert getattr(cluster, name) == getattr(defaults, name), (job.name, name)
 
 

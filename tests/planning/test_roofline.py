@@ -29,6 +29,28 @@ def test_the_slowest_rank_counts():
     assert phase.imbalance == pytest.approx(1 / 3) == updated.imbalance
 
 
+def test_the_host_is_a_floor_for_the_layers():
+    one = config(world_size=1)
+    free, hidden, slow = (
+        dataclasses.replace(FAST_MEMORY, layer_host_seconds=seconds) for seconds in (0, TOKEN, 1)
+    )
+
+    def scored(cluster):
+        return [
+            roofline.scoring(SHAPE, one, cluster, WORKLOAD, role).seconds
+            for role in ("critic", "actor")
+        ]
+
+    assert scored(hidden) == scored(free), "a microbatch computes 8 tokens in the meantime"
+    # 4 layers of 8 microbatches; scores come on top.
+    outputs = 8 * 6 * OUTPUT
+    assert scored(slow) == pytest.approx([32, 32 + outputs], abs=outputs / 100)
+    full = config(world_size=1, recompute="full")
+    seconds = [roofline.update(SHAPE, c, slow, WORKLOAD, "critic").seconds for c in (one, full)]
+    # Forward, backward at 1.2 times that, and forward again.
+    assert seconds == pytest.approx([32 * 2.2, 32 * 3.2])
+
+
 def test_memory_by_hand():
     slow = dataclasses.replace(ROUND, peak_tflops=1e12)
     # Elements a token and layer: 10 * 4 norms and residuals, 2 * (4 + 4) rotary, 3 * 5 SwiGLU: 71,

@@ -99,7 +99,7 @@ echo "$(basename "$(dirname "$(dirname "$0")")"), GPUs '${CUDA_VISIBLE_DEVICES-a
 """
 
 
-WHOLE_SUITE = "-n 3 --dist loadfile --no-loadscope-reorder"
+WHOLE_SUITE = "-n 4 --dist loadfile --no-loadscope-reorder"
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,8 @@ from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.memory import PeakMemory
 from vapo_megatron.planning import flops
+from vapo_megatron.planning.memory import UPDATES
+from vapo_megatron.planning.plan import peak_memory
 from vapo_megatron.roles.actor import Actor
 from vapo_megatron.roles.critic import Critic
 from vapo_megatron.weights.table import parameter_count
@@ -57,11 +59,28 @@ def updates(sizes: Sizes, directory: Path, name: str, role: Role) -> list[Row]:
     update.update(peak_bytes=peak, grad_norm=norm)
     size = described_shape(title, shape, role)
     of_batch = f"{len(lengths)} responses, {min(lengths)} to {max(lengths)} tokens"
-    measured = f"{_described(update)}, peak {peak / 2**30:.1f} GiB, gradient norm {norm:.3g}"
+    update["planned_peak_bytes"] = planned_peak_bytes(sizes, shape, role)
+    measured = f"{_described(update)}, peak {peak / 2**30:.1f} GiB (planned: "
+    measured += f"{update['planned_peak_bytes'] / 2**30:.1f}), gradient norm {norm:.3g}"
     return [
         Row(role, f"{size}, forward of {of_batch}", _described(once), figures=once),
         Row(role, f"{size}, update", measured, "norm > 0", norm > 0, update),
     ]
+
+
+def planned_peak_bytes(sizes: Sizes, shape: ModelShape, role: Role) -> float:
+    """Return what `vapo plan` expects in a GPU while this role alone is on it and learns."""
+    load = sizes.load
+    config = make_config(
+        "bfloat16",
+        tokens_per_microbatch=load.tokens_per_microbatch,
+        parallel={"offload": True},
+        rollout={
+            "max_prompt_tokens": load.prompt_tokens,
+            "max_response_tokens": load.longest_response,
+        },
+    )
+    return float(peak_memory(shape, config, gpu_bytes=0)[UPDATES[role]].total)
 
 
 def trained_shape(sizes: Sizes, name: str) -> tuple[ModelShape, str]:

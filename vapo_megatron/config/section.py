@@ -25,6 +25,14 @@ class Section(BaseModel):
             raise PydanticCustomError("bool_as_number", "Input should be a number")
         return value
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _take_bool_for_its_word(cls, value: Any, info: ValidationInfo) -> Any:
+        """YAML takes a bare `off` for false, also where "off" is among the choices."""
+        word = {False: "off", True: "on"}.get(value) if isinstance(value, bool) else None
+        choices = get_args(cls.model_fields[str(info.field_name)].annotation)
+        return word if word in choices else value
+
 
 def field(default: Any, description: str, symbol: str | None = None, **rules: Any) -> Any:
     """Declare a field with its description for --help and, if any, its symbol in the paper."""

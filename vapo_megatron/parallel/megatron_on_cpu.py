@@ -7,6 +7,10 @@ references when `megatron.core.*` is compiled; nothing in torch and no file on d
     "cuda", "torch.cuda.FloatTensor"   "cpu", "torch.FloatTensor" (whole string constants)
     x.cuda(...)                        x.cpu()
 
+Transformer Engine and apex, whose kernels need a GPU and which megatron-core takes wherever it can
+import them, are hidden from the whole process: on a GPU machine a process that computes on the CPU
+(`CUDA_VISIBLE_DEVICES=`) would otherwise end at Transformer Engine's FusedAdam.
+
 `vapo_megatron.parallel` installs the hook when it is imported, which loads neither torch nor
 megatron-core: whether there is a GPU is asked when megatron-core itself is imported. Only modules
 that have imported `vapo_megatron.parallel` may import megatron, so that the hook is always in place
@@ -58,6 +62,12 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def _hide_gpu_libraries() -> None:
+    """Let `import` find none of them, unless one is imported already (a stand-in for a CPU)."""
+    for name in libraries.OPTIONAL:
+        sys.modules.setdefault(name.split(".")[0], None)  # type: ignore[arg-type]
+
+
 def _quieten() -> None:
     """Filter warnings about missing GPU libraries and deprecated names."""
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\b")
@@ -80,6 +90,8 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         if fullname == PACKAGE:
             libraries.check_driver()
+            if not has_gpu():
+                _hide_gpu_libraries()
             libraries.check_imports()
             megatron_versions.quieten_notices()
         if has_gpu():

@@ -22,12 +22,17 @@ attention, which is not modelled.
 Backward: matrix multiplications twice, attention 2.5 times (five multiplications for two), memory
 twice, communication once. A recomputed layer adds one forward pass. The actor's output projection
 is always recomputed (parallel/logprobs.py), and its scores pass through memory in float32.
+
+The host starts kernels while the GPU computes: a stage's layers take a microbatch as long as the
+slower of the two.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.config.phases import VALUE_ROLES, Role
@@ -38,6 +43,8 @@ from vapo_megatron.planning.model_bytes import Layout, engine_weight_bytes, num_
 from vapo_megatron.planning.workload import Loads, Workload, loads
 
 BACKWARD_MATMUL, BACKWARD_ATTENTION, BACKWARD_MEMORY = 2.0, 2.5, 2.0
+BACKWARD_HOST = 1.2
+"""In forward passes; measured with Cluster.layer_host_seconds."""
 
 SCORE_BYTES_FORWARD, SCORE_BYTES_BACKWARD = 32, 40
 """Memory traffic per score of a response token, counted in parallel/logprobs.py: written and read
@@ -117,6 +124,11 @@ class _Trainer(Layout):
         num_layers, part = shape.num_layers // self.pp_size, 1 / self.cp_size
         return Rates(*(num_layers * x for x in (part * token, part * pair, 0.0, calls)))
 
+    def host(self, passes: float) -> Rates:
+        """All layers of a stage: the host starts their kernels; in forward passes' worth."""
+        num_layers = self.shape.num_layers // self.pp_size
+        return Rates(microbatch=passes * num_layers * self.cluster.layer_host_seconds)
+
     @property
     def recomputed_share(self) -> float:
         """Of the layers, those that the backward pass computes again as a whole."""
@@ -175,7 +187,7 @@ def scoring(
     )
     # All mini-batches' microbatches go through the pipeline in one pass.
     total = Loads(*(part.sum(0, keepdims=True) for part in work))
-    return _pipeline(trainer, stage, stage.plus(output), total, 0.0, context)
+    return _pipeline(trainer, stage, trainer.host(1), output, total, 0.0, context)
 
 
 def update(
@@ -203,19 +215,20 @@ def update(
     # Forward, recomputed, and backward, where their gradients go as well.
     context = trainer.context(1 + attention_again + 2)
     stage = forward.plus(backward).plus(context).plus(accumulated).plus(trainer.sends(2))
+    host = trainer.host(1 + layers_again + BACKWARD_HOST)
     # Forward, recomputed, and backward.
     score_bytes = SCORE_BYTES_FORWARD + SCORE_BYTES_BACKWARD
     output = trainer.output(role, matmul=2 + BACKWARD_MATMUL, score_bytes=score_bytes)
 
     work = loads(workload, shape.hidden_size, trainer.dp_size, parallel.max_tokens_per_microbatch)
     count = float(work.microbatches[:, 0].sum())
-    one_pass = float(stage.seconds(work).mean(1).sum()) / count
+    one_pass = float(np.maximum(stage.seconds(work), host.seconds(work)).mean(1).sum()) / count
     # Gradients are reduced during the last microbatch only, parameters gathered in the first.
     collectives = _gradient_seconds(trainer, held, overlapped_seconds=one_pass / 2)
     owned = held / (trainer.replica_size if parallel.use_distributed_optimizer else 1)
     memory = (OWNED_BYTES * owned + HELD_BYTES * held) / cluster.rate("memory")
 
-    phase = _pipeline(trainer, stage, stage.plus(output), work, collectives + memory, context)
+    phase = _pipeline(trainer, stage, host, output, work, collectives + memory, context)
     if role == "actor":
         return phase
     passes = workload.critic_updates_per_step
@@ -252,19 +265,27 @@ def _gradient_seconds(trainer: _Trainer, held: int, *, overlapped_seconds: float
 
 
 def _pipeline(
-    trainer: _Trainer, stage: Rates, last: Rates, work: Loads, after: float, context: Rates
+    trainer: _Trainer,
+    stage: Rates,
+    host: Rates,
+    output: Rates,
+    work: Loads,
+    after: float,
+    context: Rates,
 ) -> Phase:
     """Add up the mini-batches: slowest rank, slowest stage, fill and drain, and what follows.
 
     Args:
         trainer: the layout.
-        stage: a pass over a microbatch on any stage but the last.
-        last: on the last stage, which is never faster.
+        stage: the GPU's pass over a microbatch of a stage's layers.
+        host: what the host takes to start that pass's kernels, at the same time.
+        output: what the last stage computes more.
         work: [mini-batches, ranks].
         after: seconds after each mini-batch.
         context: the part of `stage` in which keys and values are exchanged.
     """
-    middle, slowest = stage.seconds(work), last.seconds(work)
+    middle = np.maximum(stage.seconds(work), host.seconds(work))
+    slowest = middle + output.seconds(work)
     fill = (trainer.pp_size - 1) / trainer.vpp_size * middle / work.microbatches
     computed = (slowest + fill).max(1)
     total = float(computed.sum()) + len(computed) * after

@@ -5,10 +5,12 @@ Not exercised: the prompts of published models; all tasks (each costs up to seco
 
 import contextlib
 import json
+from functools import partial
 
 import pytest
 
 from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
+from vapo_megatron.cli.command import ProgressBar
 from vapo_megatron.cli.prepare import command, gym, gym_problems
 from vapo_megatron.config import RewardConfig
 from vapo_megatron.data.problems import load_problems
@@ -49,6 +51,8 @@ def tokenizer_directory(tmp_path_factory):
 def vapo(pool, tokenizer_directory, tmp_path, monkeypatch, capsys):
     """vapo(arguments, ...) -> (problems of --out, what it printed); an error: its line."""
     monkeypatch.setattr(gym, "open_pool", lambda: contextlib.nullcontext(pool))
+    # A slow machine has nothing else to say either.
+    monkeypatch.setattr(gym_problems, "ProgressBar", partial(ProgressBar, after_seconds=3600))
 
     def run(tasks, *arguments, out="out.parquet"):
         given = ["--reasoning-gym", tasks, *map(str, arguments), "--overwrite"]

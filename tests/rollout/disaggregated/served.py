@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -155,6 +156,7 @@ class Asking:
 
     def __init__(self, settings):
         from vapo_megatron.parallel import backend, groups
+        from vapo_megatron.parallel.health.watchdog import Watchdog
         from vapo_megatron.parallel.offload import check_host_memory
         from vapo_megatron.rollout.disaggregated.source import RemoteSampling
 
@@ -162,11 +164,16 @@ class Asking:
         inputs = inputs_of(s)
         dist.destroy_process_group()
         self.worlds = backend.initialize_distributed(60, s.rollout.num_processes)
+        # The rollout workers' watchdogs wait for its heartbeat.
+        self.watchdog = Watchdog(
+            s.timeouts, Path(s.logging.run_dir), self.worlds.rank, self.worlds.world_size,
+            lambda: False, "trainer",
+        )  # fmt: skip
         self.ranks = groups.initialize(s.parallel, s.seed)
         with stand_ins():
             self.source = RemoteSampling(
                 inputs, self.ranks, self.worlds, model=s.model, rollout=s.rollout,
-                algorithm=s.algorithm, logging=s.logging, waiting=contextlib.nullcontext,
+                algorithm=s.algorithm, logging=s.logging, waiting=self.watchdog.waiting,
             )  # fmt: skip
         self.hidden_size = inputs.shape.hidden_size
         check_host_memory({}, s.parallel, [], self.worlds.group)
@@ -198,6 +205,7 @@ class Asking:
             self.source.close()
             dist.barrier(group=self.worlds.group)
         self.worlds.close()
+        self.watchdog.close()
 
 
 @contextlib.contextmanager
