@@ -5,7 +5,7 @@
 #
 #   bash examples/run_vapo_smollm.sh [--quick] [--algorithm vapo|dapo|grpo] [--seed N] [--dry-run] [section.field=value ...]
 #
-# --quick has 4 steps of the policy. --dry-run makes model and problems, and prints the configuration that a run would have.
+# --quick has 3 steps of the policy. --dry-run makes model and problems, and prints the configuration that a run would have.
 # Output is in runs/smollm/seed_N/ALGORITHM, or runs/smollm/quick/seed_N/ALGORITHM. If interrupted, the same command resumes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -75,7 +75,7 @@ make_problems letter_counting '{"min_words": 2, "max_words": 4}' 40
 
 quick=()
 if [ -n "$is_quick" ]; then
-  quick=(algorithm.policy_steps=4 evaluation.samples=2 evaluation.every_steps=0)
+  quick=(algorithm.policy_steps=3 evaluation.samples=1 evaluation.every_steps=0)
   [ "$algorithm" != vapo ] || quick+=(algorithm.value_pretraining_steps=1)
 fi
 trap - INT

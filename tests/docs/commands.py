@@ -79,6 +79,7 @@ RUNS = (
     Run("bash examples/run_vapo_tiny.sh", TINY_RUN, shows="done: runs/tiny/seed_"),
     Run("bash examples/run_vapo_tiny_judge.sh", by="tests/e2e/test_judge_server.py"),
     Run("python examples/tiny/make_judge.py", by="tests/e2e/test_judge_server.py"),
+    Run("bash examples/run_vapo_smollm.sh", by="tests/examples/test_run_smollm.py"),
     Run("bash examples/run_ablation_tiny.sh", by="tests/examples/test_ablation.py"),
     Run("bash examples/run_selection_tiny.sh", by="tests/examples/test_selection.py"),
     Run("bash examples/run_concise_tiny.sh", by="tests/examples/test_concise.py"),
