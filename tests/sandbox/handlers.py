@@ -92,3 +92,13 @@ def signals():
 def kill_template():
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(600)
+
+
+def stop_itself():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def nap(seconds):
+    began = time.monotonic()
+    time.sleep(seconds)
+    return {"value": [began, time.monotonic()]}

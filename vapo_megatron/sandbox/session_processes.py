@@ -104,7 +104,7 @@ class Template(Process):
             order: dict[str, Any] = {"end": what}
             files: tuple[int, ...] = ()
             if isinstance(what, Session):
-                if not self.ready or len(self._forking) >= MAX_FORKS:
+                if len(self._forking) >= MAX_FORKS:
                     return
                 order, files = {"fork": True}, what.its_files
                 if what.is_over:
@@ -124,7 +124,7 @@ class Template(Process):
 
     def forked(self) -> list[tuple[Session, dict[str, Any]]] | None:
         """Return what it says of sessions that it was to fork; None: it has died."""
-        found = []
+        found: list[tuple[Session, dict[str, Any]]] = []
         while True:
             try:
                 data = self.socket.recv(MESSAGE_BYTES)

@@ -104,7 +104,6 @@ class Sessions:
             on_setup = functools.partial(self._on_setup, template)
             self._watch.react(template.incoming, READ, on_setup)
             self._watch.react(template.outgoing, WRITE, on_setup)
-            self._watch.react(template.socket.fileno(), READ, self._on_orders)
             self._watch.note(template.deadline, template)
 
     def describe(self) -> dict[str, Any]:
@@ -216,9 +215,10 @@ class Sessions:
             if session.process is not None:
                 self._begin(session)
         for template in self._templates:
-            template.order()
-            events = READ | WRITE if template.is_full else READ
-            self._watch.react(template.socket.fileno(), events, self._on_orders)
+            if template.ready:  # Before, its pipe tells of its end, and why.
+                template.order()
+                events = READ | WRITE if template.is_full else READ
+                self._watch.react(template.socket.fileno(), events, self._on_orders)
 
     def _begin(self, session: Session) -> None:
         session.begin(self._timeout_seconds)
@@ -284,8 +284,7 @@ class Sessions:
                 self._begin(session)
         elif session in self._busy:
             self._finish(session, reply)
-            del self._sessions[session.key]
-            self._end(session)
+            self._end(session)  # Further requests find it dead.
 
     def _lose_all(self) -> None:
         """Give up the sessions of a template that has died."""

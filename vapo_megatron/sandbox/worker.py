@@ -33,8 +33,8 @@ from typing import Any, BinaryIO, NamedTuple
 HEADER = struct.Struct(">I")
 
 
-MAX_ERROR_CHARACTERS = 20_000
-"""Of a traceback, the last ones."""
+MAX_ERROR_LINES, MAX_LINE_CHARACTERS = 100, 1000
+"""Of a traceback, the last lines, and what each begins with: a message may be a whole document."""
 
 Handle = Callable[[Any], dict[str, Any]]
 
@@ -116,7 +116,8 @@ def _reply(handle: Handle, request: Any) -> dict[str, Any]:
     except MemoryError:
         return {"out_of_memory": True}
     except BaseException:  # A verifier's sys.exit() too costs one verdict, not the worker.
-        return {"error": traceback.format_exc()[-MAX_ERROR_CHARACTERS:]}
+        lines = traceback.format_exc().splitlines()[-MAX_ERROR_LINES:]
+        return {"error": "\n".join(line[:MAX_LINE_CHARACTERS] for line in lines)}
 
 
 def send(stream: BinaryIO, message: dict[str, Any]) -> None:
