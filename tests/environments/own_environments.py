@@ -11,6 +11,8 @@ import sys
 import threading
 import time
 
+import numpy
+
 from vapo_megatron.environments import Step, playing
 from vapo_megatron.reward.verifier import Verdict
 
@@ -48,8 +50,6 @@ class Draws:
     """Says what the random numbers are that it did not seed."""
 
     def reset(self, problem, seed):
-        import numpy
-
         return f"{random.random()} {numpy.random.rand()}"
 
     def step(self, action):
@@ -354,6 +354,4 @@ class Hostile:
         return Step(BadText("well"))
 
     def counts_in_numpy(self):
-        import numpy
-
         return Step("well", reward=numpy.float32(0.5), done=numpy.bool_(False))

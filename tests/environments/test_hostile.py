@@ -6,14 +6,13 @@ Not exercised: what ends its parent, or all processes of its user, which nothing
 import gc
 import os
 import resource
-import time
 
 import pytest
 
 from tests.environments import own_environments
+from tests.environments.playing import answers, closed, play
 from tests.sandbox import limits
 from tests.sandbox.marked import gone, marked
-from vapo_megatron.environments.play import Play
 from vapo_megatron.environments.step import CUT
 from vapo_megatron.reward.verifier import Problem
 
@@ -99,22 +98,6 @@ OBSERVATIONS = {
 ENDLESS = [name.removeprefix("reset_") for name, note in FAILURES.items() if note == OVER_TIME]
 
 
-def play(environment=f"{MODULE}:Hostile", options=(), *, at_once=8, memory_bytes=4 * 10**8):
-    return Play(
-        "own", environment, dict(options), at_once=at_once, timeout_seconds=60.0,
-        memory_bytes=memory_bytes, max_characters=1000,
-    )  # fmt: skip
-
-
-def answers(playing, *keys):
-    """Wait for an answer of each."""
-    found = {}
-    while len(found) < len(keys):
-        found |= playing.answers(60.0)
-    assert found.keys() == set(keys)
-    return found
-
-
 def test_each_costs_its_own_episode(monkeypatch, tmp_path, capfd):
     monkeypatch.setenv(MARK, "1")
     monkeypatch.setenv("PYTHONPATH", os.getcwd())
@@ -122,7 +105,7 @@ def test_each_costs_its_own_episode(monkeypatch, tmp_path, capfd):
     names = [*FAILURES, *OBSERVATIONS]
     own_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     monkeypatch.chdir(tmp_path)
-    playing = play()
+    playing = play(f"{MODULE}:Hostile")
     playing.check()
     gc.collect()  # What other tests have left.
     files = len(os.listdir("/proc/self/fd"))
@@ -151,9 +134,7 @@ def test_each_costs_its_own_episode(monkeypatch, tmp_path, capfd):
         assert {played.observation for played in again.values()} == {"well"}
     for key in [*beside, *OBSERVATIONS]:
         playing.end(key)
-    closed = time.monotonic() + 60
-    while len(playing._sessions.process_ids) > 1 and time.monotonic() < closed:
-        assert playing.answers(0.1) == []
+    assert closed(playing)
     # Only the template is left, before anything is killed with it.
     assert gone(MARK, but=1), marked(MARK)
     assert len(os.listdir("/proc/self/fd")) == files
@@ -165,7 +146,7 @@ def test_each_costs_its_own_episode(monkeypatch, tmp_path, capfd):
 
 
 def test_one_that_vanishes_between_two_turns(monkeypatch):
-    playing = play()
+    playing = play(f"{MODULE}:Hostile")
     try:
         playing.begin("a", Problem(""), 0)
         answers(playing, "a")
