@@ -116,7 +116,7 @@ class Play:
         self._ask(self._number_of[key], "step", action)
 
     def end(self, key: Hashable) -> None:
-        """End an episode that is not done; nothing comes of a call that is under way."""
+        """End an episode that is not done, and free its key; no answer of it comes any more."""
         number = self._number_of.get(key)
         if number is not None:
             self._let_go(number, may_close=number not in self._asked)

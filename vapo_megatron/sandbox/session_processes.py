@@ -7,22 +7,35 @@ import dataclasses
 import json
 import math
 import os
+import resource
 import socket
 import subprocess
 import time
 from collections import deque
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
-from vapo_megatron.sandbox.channel import Channel
+from vapo_megatron.sandbox.channel import Channel, Reply
 from vapo_megatron.sandbox.process import Process, command, kill_group
 from vapo_megatron.sandbox.session_template import MESSAGE_BYTES
+from vapo_megatron.sandbox.watching import Watch
 
 MAX_REPLY_BYTES = 1 << 26
 MAX_FORKS = 16
 """That the template is asked for at a time; the kernel limits how many files are on their way."""
+MAX_FILES = 1 << 16
 END_SECONDS = 10.0
 """How long a template may take to end its sessions."""
+
+
+class Answered(NamedTuple):
+    """A reply to a request."""
+
+    key: Hashable
+    reply: Reply
+    """After DIED, OVER_TIME or OUT_OF_MEMORY the session has ended."""
+    seconds: float
+    """From when it was sent until the reply was seen here."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -65,8 +78,14 @@ class Session:
         self.sent = self.limit = self.deadline = math.inf
         self.replies = False
 
-    def disconnect(self) -> None:
+    def leave(self, watch: Watch[Any]) -> None:
+        """Let the pipes be watched no more."""
+        if self.channel is not None:
+            watch.forget(self.channel.incoming, self.channel.outgoing)
+
+    def disconnect(self, watch: Watch[Any]) -> None:
         """Close the pipes."""
+        self.leave(watch)
         if self.channel is not None:
             os.close(self.channel.outgoing)
             os.close(self.channel.incoming)
@@ -84,6 +103,7 @@ class Template(Process):
     """The process that forks sessions, and our end of its socket; see session_template.py."""
 
     def __init__(self, setup: bytes) -> None:
+        _allow_many_files()
         self.socket, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its:
             args = [*command("session_template.py"), str(its.fileno())]
@@ -156,3 +176,19 @@ class Template(Process):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(END_SECONDS)
         super().kill()
+
+
+def kill_all(templates: list[Template], owner: int) -> None:
+    """End all in a list, which becomes empty; owner: the process that has started them."""
+    if os.getpid() == owner:  # A forked child must not kill its parent's sessions.
+        for template in templates:
+            template.kill()
+    templates.clear()
+
+
+def _allow_many_files() -> None:
+    """Raise the limit that systems set by default: a session takes two files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -14,39 +14,20 @@ import contextlib
 import functools
 import math
 import os
-import resource
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from vapo_megatron.sandbox.channel import DIED, OUT_OF_MEMORY, OVER_TIME, Reply, message
 from vapo_megatron.sandbox.process import MAX_FAILED_STARTS, HandlerRefused, setup_message
-from vapo_megatron.sandbox.session_processes import Session, Template
+from vapo_megatron.sandbox.session_processes import Answered, Session, Template, kill_all
 from vapo_megatron.sandbox.watching import READ, WRITE, Watch
 
 MOVING_SECONDS = 0.02
 """How much longer than asked `wait` may stay while a long message moves through a pipe."""
-MAX_FILES = 1 << 16
-
-
-class Answered(NamedTuple):
-    """A reply to a request."""
-
-    key: Hashable
-    reply: Reply
-    """After DIED, OVER_TIME or OUT_OF_MEMORY the session has ended."""
-    seconds: float
-    """From when it was sent until the reply was seen here."""
-
-
-def _kill_all(templates: list[Template], owner: int) -> None:
-    if os.getpid() == owner:  # A forked child must not kill its parent's sessions.
-        for template in templates:
-            template.kill()
-    templates.clear()
 
 
 class Sessions:
@@ -77,7 +58,7 @@ class Sessions:
         self._failed_starts = 0
         self._lock = threading.RLock()
         self._owner = os.getpid()
-        weakref.finalize(self, _kill_all, self._templates, self._owner)
+        weakref.finalize(self, kill_all, self._templates, self._owner)
         self._clear()
 
     def _clear(self) -> None:
@@ -98,7 +79,6 @@ class Sessions:
         with self._lock:
             if self._templates:
                 return
-            _allow_many_files()
             template = Template(self._setup)
             self._templates.append(template)
             on_setup = functools.partial(self._on_setup, template)
@@ -168,9 +148,9 @@ class Sessions:
     def close(self) -> None:
         """Kill every process; the next use starts new ones, without the sessions of before."""
         with self._lock:
-            _kill_all(self._templates, self._owner)
+            kill_all(self._templates, self._owner)
             for session in self._sessions.values():
-                session.disconnect()
+                session.disconnect(self._watch)
             self._watch.close()
             self._clear()
 
@@ -207,6 +187,7 @@ class Sessions:
             if channel is None:
                 channel = session.connect()
                 self._templates[0].orders.append(session)
+            session.sent = time.monotonic()
             channel.send(session.request)
             self._watch.react(channel.incoming, READ, functools.partial(self._on_reply, session))
             if channel.unsent:
@@ -251,7 +232,7 @@ class Sessions:
         # None has a process: the next template has all to fork.
         self._queue.extendleft(self._busy)
         for session in self._busy:
-            self._disconnect(session)
+            session.disconnect(self._watch)
         self._busy.clear()
         self._failed_starts += 1
         if self._failed_starts >= MAX_FAILED_STARTS:
@@ -296,7 +277,7 @@ class Sessions:
                 self._finish(session, DIED)
             else:
                 session.is_over = True
-                self._disconnect(session)
+                session.disconnect(self._watch)
 
     def _on_room(self, session: Session, mask: int) -> None:
         channel = session.channel
@@ -331,8 +312,7 @@ class Sessions:
         seconds = max(time.monotonic() - session.sent, 0.0)
         self._found.append(Answered(session.key, reply, seconds))
         session.answered()
-        if session.channel is not None:
-            self._watch.forget(session.channel.incoming, session.channel.outgoing)
+        session.leave(self._watch)
         if reply in (DIED, OVER_TIME, OUT_OF_MEMORY):
             del self._sessions[session.key]
             self._end(session)
@@ -340,20 +320,7 @@ class Sessions:
     def _end(self, session: Session) -> None:
         session.is_over = True
         self._busy.discard(session)
-        self._disconnect(session)
+        session.disconnect(self._watch)
         if session.process is not None:
             self._templates[0].end(session.process)
             session.process = None
-
-    def _disconnect(self, session: Session) -> None:
-        if session.channel is not None:
-            self._watch.forget(session.channel.incoming, session.channel.outgoing)
-        session.disconnect()
-
-
-def _allow_many_files() -> None:
-    """Raise the limit that systems set by default: a session takes two files."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
