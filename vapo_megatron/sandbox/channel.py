@@ -26,13 +26,15 @@ class Channel:
     Args:
         outgoing: file to write requests to; it becomes non-blocking.
         incoming: file to read replies from.
+        max_reply_bytes: a process that sends more is taken for dead.
     """
 
-    def __init__(self, outgoing: int, incoming: int) -> None:
+    def __init__(self, outgoing: int, incoming: int, max_reply_bytes: int = 1 << 30) -> None:
         os.set_blocking(outgoing, False)
         self.outgoing, self.incoming = outgoing, incoming
         self.unsent = memoryview(b"")
-        self._received = b""
+        self._received = bytearray()
+        self._max_reply_bytes = max_reply_bytes
 
     def send(self, message: bytes) -> None:
         """Begin to send a message, once the one before has been answered."""
@@ -57,11 +59,22 @@ class Channel:
         if len(self._received) < HEADER.size:
             return None
         end = HEADER.size + HEADER.unpack_from(self._received)[0]
+        if end > self._max_reply_bytes:
+            return DIED
         if len(self._received) < end:
             return None
-        reply = json.loads(self._received[HEADER.size : end])
-        self._received = self._received[end:]
+        reply = _read(self._received[HEADER.size : end])
+        del self._received[:end]
         return reply
+
+
+def _read(data: bytes | bytearray) -> Reply:
+    """Return a reply, or DIED of one that is none: what runs there may write to the pipe."""
+    try:
+        reply = json.loads(data)
+    except (ValueError, RecursionError):
+        return DIED
+    return reply if isinstance(reply, dict) else DIED
 
 
 def message(request: Any) -> bytes:

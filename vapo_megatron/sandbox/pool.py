@@ -10,47 +10,29 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
-import signal
-import subprocess
-import sys
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import vapo_megatron
-from vapo_megatron.sandbox.channel import DIED, OUT_OF_MEMORY, OVER_TIME, Channel, Reply, message
-
-START_LIMIT_SECONDS = 120.0
-"""Longest wait for a worker's imports; a loaded machine takes many times the usual half second."""
-MAX_FAILED_STARTS = 3
-"""Failed starts in a row after which the environment is taken to be broken."""
-
-
-class HandlerRefused(Exception):
-    """A worker could not load its handler; the message is its traceback."""
+from vapo_megatron.sandbox.channel import DIED, OUT_OF_MEMORY, OVER_TIME, Reply, message
+from vapo_megatron.sandbox.process import (
+    MAX_FAILED_STARTS,
+    HandlerRefused,
+    Process,
+    command,
+    setup_message,
+)
 
 
-class _Worker(Channel):
+class _Worker(Process):
     """One process: starting, idle or busy."""
 
     def __init__(self, command: Sequence[str], setup: bytes) -> None:
-        environment = {**os.environ, "PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1"}
-        # A new session, so that its children can be killed with it.
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=environment,
-            start_new_session=True,
-        )  # fmt: skip
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self._pipes = self.process.stdin, self.process.stdout
-        super().__init__(*(pipe.fileno() for pipe in self._pipes))
-        self.ready = False
+        super().__init__(command, setup)
         self.task: int | None = None
-        self.deadline = time.monotonic() + START_LIMIT_SECONDS
-        self.unsent = memoryview(setup)
 
     @property
     def idle(self) -> bool:
@@ -60,14 +42,6 @@ class _Worker(Channel):
         self.task = task
         self.deadline = time.monotonic() + timeout_seconds
         self.send(request)
-
-    def kill(self) -> None:
-        # Not by its process's poll first: its group outlives it while a child of it is there.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        for pipe in self._pipes:
-            pipe.close()
 
 
 def _kill_all(workers: list[_Worker], owner: int) -> None:
@@ -96,17 +70,8 @@ class WorkerPool:
         timeout_seconds: float,
         memory_bytes: int,
     ) -> None:
-        package = str(Path(vapo_megatron.__file__).parents[1])
-        setup = {
-            "sys_path": [*sys.path, package],
-            "handler": handler,
-            "options": dict(options),
-            "timeout_seconds": timeout_seconds,
-            "memory_bytes": memory_bytes,
-        }
-        self._setup = message(setup)
-        # -P: a file in the script's or the current directory must not shadow a library there.
-        self._command = [sys.executable, "-P", str(Path(__file__).with_name("worker.py"))]
+        self._setup = setup_message(handler, options, timeout_seconds, memory_bytes)
+        self._command = command("worker.py")
         self._num_workers = num_workers
         self._timeout_seconds = timeout_seconds
         self._workers: list[_Worker] = []
@@ -218,17 +183,11 @@ class WorkerPool:
             return
         if "refused" in reply:
             raise HandlerRefused(reply["refused"])
-        if reply is DIED:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.process.wait(5)  # Its pipe closes before it has printed its error.
-        worker.kill()
+        worker.kill_after(reply)
         self._failed_starts += 1
         if self._failed_starts >= MAX_FAILED_STARTS:
             self._failed_starts = 0
-            raise RuntimeError(
-                f"the worker {' '.join(self._command)} did not start: exit code "
-                f"{worker.process.returncode}, its error is above"
-            )
+            raise worker.broken()
 
     def _remove(self, worker: _Worker) -> None:
         worker.kill()
