@@ -17,7 +17,8 @@ PACKAGE = ROOT / "vapo_megatron"
 
 ROOMS = (
     "__main__", "train", "cli", "training", "planning", "run", "roles", "rollout",
-    "weights", "models", "reward", "parallel", "sandbox", "data", "config", "algorithm", "errors",
+    "weights", "models", "environments", "reward", "parallel", "sandbox", "data", "config",
+    "algorithm", "errors",
 )  # fmt: skip
 """From the top floor to the ground: a room imports from itself and from those after it."""
 
@@ -77,7 +78,7 @@ def test_the_rooms_are_those_of_the_list():
     assert {room(m) for m in modules()} == set(ROOMS)
     shims = {"__init__.py", "__main__.py", "train.py", "__pycache__"}
     entries = {p.name for p in PACKAGE.iterdir()} - shims
-    assert len(entries) <= 16, sorted(entries)
+    assert len(entries) <= 17, sorted(entries)
 
 
 def test_arrows_point_down():

@@ -39,8 +39,8 @@ ALLOWED = {
     "vapo_megatron/parallel/megatron_on_cpu.py": {"compile", "marshal.loads"},
     # A pipe that only the parent process writes to; what comes back from a worker is JSON.
     "vapo_megatron/sandbox/worker.py": {"pickle.loads"},
-    # A verifier that the user's own program passed to VapoTrainer, in such a message.
-    "vapo_megatron/reward/isolated.py": {"pickle.loads"},
+    # A class that the user's own program passed to VapoTrainer, in such a message.
+    "vapo_megatron/reward/user_code.py": {"pickle.loads"},
     # Between the ranks of one run, as torch.distributed's own gather_object.
     "vapo_megatron/parallel/store.py": {"pickle.loads"},
     # The examples' own trainers, as `python SCRIPT` would; the tables name them, not a user.

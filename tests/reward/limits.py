@@ -3,7 +3,7 @@
 from vapo_megatron.sandbox import pool
 
 PATIENT_SECONDS = 600.0
-SEND = pool._Worker.send
+BEGIN = pool._Worker.begin
 
 
 def limit(monkeypatch, seconds, *names):
@@ -11,6 +11,6 @@ def limit(monkeypatch, seconds, *names):
 
     def limited(worker, task, message, timeout_seconds):
         is_limited = any(name.encode() in message for name in names)
-        SEND(worker, task, message, seconds if is_limited else PATIENT_SECONDS)
+        BEGIN(worker, task, message, seconds if is_limited else PATIENT_SECONDS)
 
-    monkeypatch.setattr(pool._Worker, "send", limited)
+    monkeypatch.setattr(pool._Worker, "begin", limited)

@@ -14,8 +14,9 @@ from vapo_megatron.config import RewardConfig
 from vapo_megatron.config.metrics import LABEL
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.reward import verifier as verifier_module
-from vapo_megatron.reward.functions import FunctionVerifier, WrongReturn, load
+from vapo_megatron.reward.functions import FunctionVerifier, WrongReturn
 from vapo_megatron.reward.shaping import full_score, scored_verdict
+from vapo_megatron.reward.user_code import load
 from vapo_megatron.reward.verifier import Problem, Verdict
 from vapo_megatron.reward.verifiers import Verifiers, default_name
 

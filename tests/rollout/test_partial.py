@@ -45,8 +45,8 @@ class Counting(Engine):
 
     def run(self, work, sampling, version, show, has_time):
         requests = work.take(self.at_once)
-        self.given = [r for r, _ in requests]
-        self.seeds += [(seed, (r.prompt.index, r.sample)) for r, seed in requests]
+        self.given = [r.rollout for r in requests]
+        self.seeds += [(seed, (r.prompt.index, r.sample)) for r, seed, _ in requests]
         running = {r.position: r for r in self.given}
         while running and not work.is_enough():
             if has_time is not None and not has_time():
@@ -201,7 +201,7 @@ def test_groups_may_differ_in_size(tmp_path):
     sizes = [1, 3, 2]
     prompts = [p for p, n in zip(run.data[0].next(3), sizes) for _ in range(n)]
     groups = start_groups(prompts, sizes, seed=5, step=0, role="train")
-    flight = [Group(0, tuple(Response(*request) for request in group)) for group in groups]
+    flight = [Group(0, tuple(Response(r.rollout, r.seed) for r in group)) for group in groups]
     run.each[0]._after = {0: Flight(), 1: Flight(tuple(flight), (3,))}
     state, (name,) = run.save(1, tmp_path)
     assert read_header(tmp_path / name).group_size == 0

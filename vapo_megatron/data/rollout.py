@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,6 +36,15 @@ class Prompt:
         return Problem(self.text, self.answer, self.metadata, self.source)
 
 
+class Turn(NamedTuple):
+    """One action of an episode, with what the environment made of it."""
+
+    end: int
+    """Response tokens up to its last one."""
+    reward: float
+    """Its own."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Rollout:
     """One sampled response."""
@@ -60,6 +69,8 @@ class Rollout:
     """(before, ids): what something else wrote before response token number `before`, in order."""
     columns: Mapping[str, array[Any]] = dataclasses.field(default_factory=dict, hash=False)
     """Other numbers per response token, by their name in data/columns.py's SAMPLED."""
+    turns: tuple[Turn, ...] = ()
+    """Those that have ended, of a response that an environment answers."""
 
     @classmethod
     def empty(cls, prompt: Prompt, sample: int, position: int, version: int) -> Rollout:
@@ -93,6 +104,11 @@ class Rollout:
         for before, ids in self.inserted:
             places[before:] += len(ids)
         return places
+
+    def answered(self, ids: Sequence[int]) -> Rollout:
+        """Return it with what something else has written after its last token."""
+        inserted = (*self.inserted, (len(self.token_ids), array("i", ids)))
+        return dataclasses.replace(self, inserted=inserted) if len(ids) else self
 
     @property
     def versions(self) -> tuple[tuple[int, int], ...]:
@@ -166,6 +182,7 @@ class ScoredRollout:
             *self.rollout.columns,
             *["places"] * bool(self.rollout.inserted),
             *["token_rewards"] * bool(self.token_rewards),
+            *["turn_starts"] * (len(self.rollout.turns) > 1),
         )
 
     def column(self, name: str) -> np.ndarray:
@@ -176,6 +193,8 @@ class ScoredRollout:
         if name in ("logprobs", *r.columns):
             return np.array(r.logprobs if name == "logprobs" else r.columns[name], dtype)
         numbers = np.zeros(len(r.token_ids), dtype)
+        if name == "turn_starts" and r.turns:
+            numbers[[0, *(turn.end for turn in r.turns[:-1])]] = 1
         if name == "token_rewards":
             for token, reward in self.token_rewards:
                 numbers[token] += reward

@@ -9,17 +9,12 @@ Runs in a worker; see isolated.py.
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 import inspect
-import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from vapo_megatron.data.problems import Problem
-from vapo_megatron.reward.verifier import Verdict
+from vapo_megatron.reward.verifier import Verdict, is_finite
 
 RESPONSE, RESPONSES = "response", "responses"
 DUE = "True or False, a finite number, or a Verdict"
@@ -27,25 +22,6 @@ DUE = "True or False, a finite number, or a Verdict"
 
 class WrongReturn(Exception):
     """A verifier returned a value of the wrong form; the message says both."""
-
-
-def load(name: str) -> Any:
-    """Return what `package.module:NAME` or `path/to/file.py:NAME` names.
-
-    Raises whatever importing it raises.
-    """
-    place, _, attribute = name.rpartition(":")
-    if not place.endswith(".py"):
-        return getattr(importlib.import_module(place), attribute)
-    file = Path(place).resolve(strict=True)
-    # What lies beside the file can be imported by it, as where it is run as a script.
-    sys.path.insert(0, str(file.parent))
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None and spec.loader is not None, "the name ends in .py"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[file.stem] = module
-    spec.loader.exec_module(module)
-    return getattr(module, attribute)
 
 
 class FunctionVerifier:
@@ -115,17 +91,17 @@ class FunctionVerifier:
                 results = list(results)
             except TypeError:
                 raise WrongReturn(
-                    f"returned {_excerpt(results)}, not a list with one of these for each "
+                    f"returned {excerpt(results)}, not a list with one of these for each "
                     f"response: {DUE}"
                 ) from None
             if len(results) != len(responses):
                 raise WrongReturn(
                     f"returned {len(results)} results for {len(responses)} responses: "
-                    f"{_excerpt(results)}, not one for each"
+                    f"{excerpt(results)}, not one for each"
                 )
         else:
             results = [self._function(**arguments, response=text) for text in responses]
-        return [self._verdict(result) for result in results]
+        return [as_verdict(result, self._full_score) for result in results]
 
     def _arguments(self, problem: Problem) -> Iterator[tuple[str, Any]]:
         given = _given(problem)
@@ -136,22 +112,35 @@ class FunctionVerifier:
             fixed = {*self._asked, *self._function.keywords, "prompt", "answer", "problem"}
             yield from ((k, v) for k, v in problem.metadata.items() if k not in fixed)
 
-    def _verdict(self, result: Any) -> Verdict:
-        if isinstance(result, Verdict):
-            return result
-        # A scalar of numpy or torch.
-        value = result.item() if getattr(result, "shape", None) == () else result
-        if isinstance(value, bool):
-            return Verdict("correct" if value else "wrong")
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            raise WrongReturn(f"returned {_excerpt(result)}, not {DUE}")
-        if self._full_score is None:
-            raise WrongReturn(
-                f"returned the number {value:g}, a score, but reward.from_score=null; set it to "
-                "the scores' range [low, high], such as [0, 1], or return True or False"
-            )
-        status = "correct" if value >= self._full_score else "wrong"
-        return Verdict(status, score=float(value))  # type: ignore[arg-type]
+
+def as_verdict(result: Any, full_score: float | None) -> Verdict:
+    """Return the verdict that a bool, a number or a Verdict is.
+
+    Args:
+        result: the user's.
+        full_score: see FunctionVerifier.
+
+    Raises:
+        WrongReturn: it is something else.
+    """
+    if isinstance(result, Verdict):
+        return result
+    value = python_value(result)
+    if isinstance(value, bool):
+        return Verdict("correct" if value else "wrong")
+    if not is_finite(value):
+        raise WrongReturn(f"returned {excerpt(result)}, not {DUE}")
+    if full_score is None:
+        raise WrongReturn(
+            f"returned the number {value:g}, a score, but reward.from_score=null; set it to "
+            "the scores' range [low, high], such as [0, 1], or return True or False"
+        )
+    return Verdict("correct" if value >= full_score else "wrong", score=float(value))
+
+
+def python_value(value: Any) -> Any:
+    """Return a scalar of numpy or torch as a value of Python's, anything else as it is."""
+    return value.item() if getattr(value, "shape", None) == () else value
 
 
 def _given(problem: Problem) -> dict[str, Any]:
@@ -159,6 +148,7 @@ def _given(problem: Problem) -> dict[str, Any]:
     return {**problem.metadata, **own}
 
 
-def _excerpt(value: Any) -> str:
+def excerpt(value: Any) -> str:
+    """Return the beginning of a value's repr."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."

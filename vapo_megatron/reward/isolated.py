@@ -7,24 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
-import pickle
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from vapo_megatron.data.problems import Problem
-from vapo_megatron.errors import ConfigError, tell
-from vapo_megatron.reward.functions import FunctionVerifier, WrongReturn, load
+from vapo_megatron.errors import tell
+from vapo_megatron.reward.functions import FunctionVerifier, WrongReturn
+from vapo_megatron.reward.user_code import failure, last_line, load, loading, sendable
 from vapo_megatron.reward.verifier import RunningVerifier, Verdict
-from vapo_megatron.sandbox.pool import (
-    DIED,
-    OUT_OF_MEMORY,
-    OVER_TIME,
-    HandlerRefused,
-    Reply,
-    WorkerPool,
-)
+from vapo_megatron.sandbox.channel import OVER_TIME, Reply
+from vapo_megatron.sandbox.pool import WorkerPool
 
 
 class IsolatedVerifier(RunningVerifier):
@@ -54,18 +46,9 @@ class IsolatedVerifier(RunningVerifier):
         full_score: float | None = None,
     ) -> None:
         self._name = name
-        self._limits = f"{timeout_seconds:g} seconds", f"{memory_bytes / 1e9:.3g} GB of memory"
+        self._limits = timeout_seconds, memory_bytes
         self._has_told = False
-        if not isinstance(verifier, str):
-            import cloudpickle
-
-            try:
-                verifier = cloudpickle.dumps(verifier)
-            except Exception as error:
-                raise ConfigError(
-                    f"verifier={verifier!r} cannot be sent to the processes that judge: {error}; "
-                    "open files, locks and connections in a method, when first needed"
-                ) from None
+        verifier = sendable("verifier", verifier, "judge")
         self._pool = WorkerPool(
             "vapo_megatron.reward.isolated:make_handler",
             {"verifier": verifier, "options": dict(options), "full_score": full_score},
@@ -136,11 +119,11 @@ class IsolatedVerifier(RunningVerifier):
         self._pool.close()
 
     def _ask(self, requests: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Reply]:
-        with _loading(self._name):
+        with self._loading():
             return self._pool.run(requests)
 
     def _describe(self) -> dict[str, bool]:
-        with _loading(self._name):
+        with self._loading():
             return self._pool.describe()
 
     def _verdicts(self, reply: Reply, count: int) -> list[Verdict]:
@@ -158,38 +141,14 @@ class IsolatedVerifier(RunningVerifier):
         return [Verdict("timed_out" if reply == OVER_TIME else "failed", note=note)] * count
 
     def _failure(self, reply: Reply) -> str:
-        if reply == OVER_TIME:
-            return f"more than {self._limits[0]}"
-        if reply == OUT_OF_MEMORY:
-            return f"more than {self._limits[1]}"
-        if reply == DIED:
-            return "its process died"
-        if "returned" in reply:
-            return reply["returned"]
-        return last_line(reply["error"])[0]
+        return failure(reply, *self._limits)
 
-
-@contextlib.contextmanager
-def _loading(name: str) -> Iterator[None]:
-    """Turn a verifier that does not load into the user's mistake."""
-    try:
-        yield
-    except HandlerRefused as error:
-        last, place = last_line(str(error))
-        raise ConfigError(
-            f"the verifier {name} cannot be loaded: {last}{place}; correct it, or "
+    def _loading(self) -> contextlib.AbstractContextManager[None]:
+        return loading(
+            f"the verifier {self._name}",
             "reward.verifier: a built-in name, a name of reward.verifiers, package.module:NAME or "
-            "path/to/file.py:NAME, with the options of reward.verifiers.NAME"
-        ) from None
-
-
-def last_line(trace: str) -> tuple[str, str]:
-    """Return a traceback's last line, and in parentheses where in the user's code it was raised."""
-    *lines, last = trace.rstrip().splitlines()
-    ours = os.path.dirname(__file__)
-    files = (line.strip() for line in reversed(lines) if line.startswith("  File "))
-    place = next((f for f in files if ours not in f and "<frozen" not in f), "")
-    return last, f" ({place})" if place else ""
+            "path/to/file.py:NAME, with the options of reward.verifiers.NAME",
+        )
 
 
 def make_handler(
@@ -199,9 +158,7 @@ def make_handler(
 
     Runs in a worker. Raises whatever importing or building it raises.
     """
-    # A class beside the user's own files, also where an installed command was started.
-    sys.path.insert(0, os.getcwd())
-    built = pickle.loads(verifier) if isinstance(verifier, bytes) else load(verifier)
+    built = load(verifier)
     if isinstance(built, type):
         built, options = built(**options), {}
     if not callable(getattr(built, "score", None)):

@@ -21,7 +21,9 @@ from vapo_megatron.reward.extraction import (
     with_unit,
 )
 from vapo_megatron.reward.verifier import Status, Verdict
-from vapo_megatron.sandbox.pool import HandlerRefused, Reply, WorkerPool
+from vapo_megatron.sandbox.channel import Reply
+from vapo_megatron.sandbox.pool import WorkerPool
+from vapo_megatron.sandbox.process import HandlerRefused
 
 MEMORY_LIMIT_BYTES = 1 << 30
 """Address space of a worker, beyond its libraries: answers like 2^(10^9) would take all memory."""

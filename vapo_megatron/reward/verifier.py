@@ -46,7 +46,7 @@ class Verdict:
     def __post_init__(self) -> None:
         if self.status not in get_args(Status):
             raise ValueError(f"status={self.status!r} must be one of {', '.join(get_args(Status))}")
-        if self.score is not None and not _is_finite(self.score):
+        if self.score is not None and not is_finite(self.score):
             raise ValueError(f"score={self.score!r} must be a finite number or None")
         if not isinstance(self.answer, str | None):
             raise ValueError(f"answer={self.answer!r} must be text or None")
@@ -58,7 +58,7 @@ class Verdict:
                     f"metrics: the name {name!r} must have letters, digits and the characters "
                     "_ . : - alone"
                 )
-            if not (isinstance(value, bool) or _is_finite(value)):
+            if not (isinstance(value, bool) or is_finite(value)):
                 raise ValueError(f"metrics[{name!r}]={value!r} must be a finite number")
 
     @property
@@ -67,9 +67,13 @@ class Verdict:
         return self.status == "correct"
 
 
-def _is_finite(value: object) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and math.isfinite(value)  # type: ignore[arg-type]
+def is_finite(value: object) -> bool:
+    """Return whether a value is a finite number that a float can be; True and False are none."""
+    try:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return is_number and math.isfinite(value)  # type: ignore[arg-type]
+    except OverflowError:
+        return False
 
 
 class Verifier(Protocol):

@@ -28,6 +28,9 @@ SMALLEST_TEMPERATURE = 0.01
 TOKENS_BETWEEN_QUESTIONS = 64
 """Decoding steps between two checks whether there is time for more."""
 
+TOKENS_BETWEEN_TURNS = 4
+"""Decoding steps between two looks at what responses are waiting for."""
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplingSettings:
@@ -95,6 +98,21 @@ class Request(NamedTuple):
     """What there is of it: no tokens at first."""
     seed: int
     """Of its first token."""
+    max_tokens: int | None = None
+    """To sample now; None: as many as the response may still have."""
+
+
+class Waiting(NamedTuple):
+    """Responses that have ended for now, and go on once something has been inserted after them.
+
+    Everything is the same on all ranks of a replica.
+    """
+
+    number: Callable[[], int]
+    """How many there are."""
+    back: Callable[[bool], Sequence[Request]]
+    """Called every TOKENS_BETWEEN_TURNS decoding steps while there are some, and with True while
+    nothing is being sampled: it may then take a moment. Returns those that go on now."""
 
 
 class Work(NamedTuple):
@@ -110,6 +128,8 @@ class Work(NamedTuple):
     """Number of responses, to show."""
     is_enough: Callable[[], bool] = lambda: False
     """Asked after every token; the same on all ranks. True interrupts all that is unfinished."""
+    waiting: Waiting | None = None
+    """None: a response that has ended is finished."""
 
 
 def start_groups(

@@ -239,8 +239,8 @@ class ChatTemplate:
         variables = variables or {}
         self._check_variables(variables, tools)
         options = {**variables, **({"tools": list(tools)} if tools else {})}
-        text = self._written(messages, **options)
-        if tools and text == self._written(messages, **variables):
+        text = self.written(messages, **options)
+        if tools and text == self.written(messages, **variables):
             raise DataError("the tokenizer's chat template does not write the row's tools")
         for i, message in enumerate(messages):
             if message["role"] == "tool" or "tool_calls" in message:
@@ -275,16 +275,19 @@ class ChatTemplate:
         else:
             other = {name: v for name, v in messages[i].items() if name != "tool_calls"}
         try:
-            without = self._written([*messages[:i], other, *messages[i + 1 :]], **options)
+            without = self.written([*messages[:i], other, *messages[i + 1 :]], **options)
         except DataError:
             return
         if without == text:
             raise DataError(f"the tokenizer's chat template does not write {what} of message {i}")
 
-    def _written(self, messages: Sequence[Message], **options: Any) -> str:
+    def written(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **options: Any
+    ) -> str:
+        """Return what the template writes, unchecked. Raises DataError: it refuses the messages."""
         try:
             text: str = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True,
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt,
                 strftime_now=self._strftime, **options,
             )  # fmt: skip
         except Exception as error:  # jinja2's, and whatever a template's calls raise.
@@ -305,7 +308,7 @@ class ChatTemplate:
             raise DataError("the tokenizer has no chat template")
         adds = tokenizer.encode("") == [tokenizer.bos_token_id]
         begin: str = tokenizer.bos_token if adds else ""
-        text = self._written([{"role": "user", "content": "1 + 1"}]).removeprefix(begin)
+        text = self.written([{"role": "user", "content": "1 + 1"}]).removeprefix(begin)
         if tokenizer.encode(text) != tokenizer.encode(begin + text, add_special_tokens=False):
             raise DataError(
                 "the tokenizer encodes its chat template's text with other special tokens around it"

@@ -8,106 +8,40 @@ its lock would stay locked when the worker that holds it is killed.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import pickle
 import selectors
-import signal
-import subprocess
-import sys
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import vapo_megatron
-from vapo_megatron.sandbox.worker import HEADER
-
-START_LIMIT_SECONDS = 120.0
-"""Longest wait for a worker's imports; a loaded machine takes many times the usual half second."""
-MAX_FAILED_STARTS = 3
-"""Failed starts in a row after which the environment is taken to be broken."""
-
-Reply = dict[str, Any]
-"""What a worker answered: its handler's dict, {"error": traceback}, or one of the three below."""
-OVER_TIME: Reply = {"over_time": True}
-DIED: Reply = {"died": True}
-OUT_OF_MEMORY: Reply = {"out_of_memory": True}
+from vapo_megatron.sandbox.channel import DIED, OUT_OF_MEMORY, OVER_TIME, Reply, message
+from vapo_megatron.sandbox.process import (
+    MAX_FAILED_STARTS,
+    HandlerRefused,
+    Process,
+    command,
+    setup_message,
+)
 
 
-class HandlerRefused(Exception):
-    """A worker could not load its handler; the message is its traceback."""
-
-
-class _Worker:
+class _Worker(Process):
     """One process: starting, idle or busy."""
 
     def __init__(self, command: Sequence[str], setup: bytes) -> None:
-        environment = {**os.environ, "PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1"}
-        # A new session, so that its children can be killed with it.
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=environment,
-            start_new_session=True,
-        )  # fmt: skip
-        os.set_blocking(self.stdin, False)
-        self.ready = False
+        super().__init__(command, setup)
         self.task: int | None = None
-        self.deadline = time.monotonic() + START_LIMIT_SECONDS
-        self.unsent = memoryview(setup)
-        self._received = b""
-
-    @property
-    def stdin(self) -> int:
-        return self.process.stdin.fileno()  # type: ignore[union-attr]
-
-    @property
-    def stdout(self) -> int:
-        return self.process.stdout.fileno()  # type: ignore[union-attr]
 
     @property
     def idle(self) -> bool:
         return self.ready and self.task is None
 
-    def send(self, task: int, message: bytes, timeout_seconds: float) -> None:
+    def begin(self, task: int, request: bytes, timeout_seconds: float) -> None:
         self.task = task
         self.deadline = time.monotonic() + timeout_seconds
-        self.unsent = memoryview(message)
-        self.write()
-
-    def write(self) -> None:
-        """Write as much as its pipe takes."""
-        try:
-            self.unsent = self.unsent[os.write(self.stdin, self.unsent) :]
-        except BlockingIOError:
-            pass
-        except BrokenPipeError:
-            self.unsent = memoryview(b"")  # It has died, which `receive` reports.
-
-    def receive(self) -> Reply | None:
-        """Return the reply that has arrived, DIED, or None if the message is not complete yet."""
-        data = os.read(self.stdout, 1 << 20)
-        if not data:
-            return DIED
-        self._received += data
-        if len(self._received) < HEADER.size:
-            return None
-        end = HEADER.size + HEADER.unpack_from(self._received)[0]
-        if len(self._received) < end:
-            return None
-        reply = json.loads(self._received[HEADER.size : end])
-        self._received = self._received[end:]
-        return reply
-
-    def kill(self) -> None:
-        # Not by its process's poll first: its group outlives it while a child of it is there.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            pipe.close()  # type: ignore[union-attr]
+        self.send(request)
 
 
 def _kill_all(workers: list[_Worker], owner: int) -> None:
@@ -136,17 +70,8 @@ class WorkerPool:
         timeout_seconds: float,
         memory_bytes: int,
     ) -> None:
-        package = str(Path(vapo_megatron.__file__).parents[1])
-        setup = {
-            "sys_path": [*sys.path, package],
-            "handler": handler,
-            "options": dict(options),
-            "timeout_seconds": timeout_seconds,
-            "memory_bytes": memory_bytes,
-        }
-        self._setup = _message(setup)
-        # -P: a file in the script's or the current directory must not shadow a library there.
-        self._command = [sys.executable, "-P", str(Path(__file__).with_name("worker.py"))]
+        self._setup = setup_message(handler, options, timeout_seconds, memory_bytes)
+        self._command = command("worker.py")
         self._num_workers = num_workers
         self._timeout_seconds = timeout_seconds
         self._workers: list[_Worker] = []
@@ -212,7 +137,7 @@ class WorkerPool:
             for worker in self._workers:
                 if worker.idle and queue:
                     task = queue.popleft()
-                    worker.send(task, _message(requests[task]), self._timeout_seconds)
+                    worker.begin(task, message(requests[task]), self._timeout_seconds)
             for worker, reply in self._wait():
                 done, worker.task = worker.task, None
                 if reply in (DIED, OVER_TIME, OUT_OF_MEMORY):
@@ -231,9 +156,9 @@ class WorkerPool:
         waiting = [w for w in self._workers if not w.idle]
         with selectors.DefaultSelector() as selector:
             for worker in waiting:
-                selector.register(worker.stdout, selectors.EVENT_READ, worker)
+                selector.register(worker.incoming, selectors.EVENT_READ, worker)
                 if worker.unsent:
-                    selector.register(worker.stdin, selectors.EVENT_WRITE, worker)
+                    selector.register(worker.outgoing, selectors.EVENT_WRITE, worker)
             limit = min(w.deadline for w in waiting) - time.monotonic()
             events = [(key.data, mask) for key, mask in selector.select(max(limit, 0.0))]
         outcomes = []
@@ -258,23 +183,12 @@ class WorkerPool:
             return
         if "refused" in reply:
             raise HandlerRefused(reply["refused"])
-        if reply is DIED:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.process.wait(5)  # Its pipe closes before it has printed its error.
-        worker.kill()
+        worker.kill_after(reply)
         self._failed_starts += 1
         if self._failed_starts >= MAX_FAILED_STARTS:
             self._failed_starts = 0
-            raise RuntimeError(
-                f"the worker {' '.join(self._command)} did not start: exit code "
-                f"{worker.process.returncode}, its error is above"
-            )
+            raise worker.broken()
 
     def _remove(self, worker: _Worker) -> None:
         worker.kill()
         self._workers.remove(worker)
-
-
-def _message(request: Any) -> bytes:
-    data = pickle.dumps(request)
-    return HEADER.pack(len(data)) + data

@@ -17,6 +17,7 @@ little later.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -26,71 +27,107 @@ import signal
 import struct
 import sys
 import traceback
-from collections.abc import Callable
-from typing import Any, BinaryIO
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO, NamedTuple
 
 HEADER = struct.Struct(">I")
 
 
+MAX_ERROR_LINES, MAX_LINE_CHARACTERS = 100, 1000
+"""Of a traceback, the last lines, and what each begins with: a message may be a whole document."""
+
+Handle = Callable[[Any], dict[str, Any]]
+
+
+class Loaded(NamedTuple):
+    """What a set-up has loaded."""
+
+    handle: Handle
+    timeout_seconds: float
+    memory_bytes: int
+
+
 def main() -> None:
     """Answer until stdin ends."""
-    # A job's signals reach every process; this one ends when its parent closes the pipe.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
+    with own_pipes() as (requests, output):
+        about, loaded = load(requests, output)
+        if loaded is not None:
+            limit_memory(loaded.memory_bytes)
+            send(output, {"ready": about})
+            serve(loaded, requests, output)
+
+
+@contextlib.contextmanager
+def own_pipes() -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """Take stdin and stdout away from whatever runs here -> (requests, replies)."""
+    ignore_signals()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with os.fdopen(os.dup(1), "wb") as output, os.fdopen(os.dup(0), "rb") as requests:
         # What a handler prints must not mix with the messages, nor can it read them.
         os.dup2(2, 1)
         with open(os.devnull) as null:
             os.dup2(null.fileno(), 0)
-        setup = _receive(requests)
-        if setup is None:
-            return
-        try:
-            handle, about = _load(setup)
-        except BaseException:
-            _send(output, {"refused": traceback.format_exc()})
-            return
-        _limit_memory(setup["memory_bytes"])
-        _send(output, {"ready": about})
-        while (request := _receive(requests)) is not None:
-            signal.setitimer(signal.ITIMER_REAL, 2 * setup["timeout_seconds"] + 1)
-            reply = _reply(handle, request)
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            _send(output, reply)
-            if "out_of_memory" in reply:
-                return
+        yield requests, output
 
 
-def _load(setup: dict[str, Any]) -> tuple[Callable[[Any], dict[str, Any]], dict[str, Any]]:
-    sys.path[:] = setup["sys_path"]
-    module, _, function = setup["handler"].partition(":")
-    return getattr(importlib.import_module(module), function)(**setup["options"])
+def ignore_signals() -> None:
+    """A job's signals reach every process; this one ends when its parent closes the pipe."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
 
-def _reply(handle: Callable[[Any], dict[str, Any]], request: Any) -> dict[str, Any]:
+def load(requests: BinaryIO, output: BinaryIO) -> tuple[dict[str, Any], Loaded | None]:
+    """Load what the set-up names -> what it says of itself, and it; None: that was refused."""
+    setup = receive(requests)
+    if setup is None:
+        return {}, None
     try:
-        return handle(request)
-    except MemoryError:
-        return {"out_of_memory": True}
-    except BaseException:  # A verifier's sys.exit() too costs one verdict, not the worker.
-        return {"error": traceback.format_exc()}
+        sys.path[:] = setup["sys_path"]
+        module, _, function = setup["handler"].partition(":")
+        make = getattr(importlib.import_module(module), function)
+        handle, about = make(**setup["options"])
+    except BaseException:
+        send(output, {"refused": traceback.format_exc()})
+        return {}, None
+    return about, Loaded(handle, setup["timeout_seconds"], setup["memory_bytes"])
 
 
-def _limit_memory(extra_bytes: int) -> None:
+def limit_memory(extra_bytes: int) -> None:
     """Limit the address space to what is in use now and `extra_bytes` more."""
     with open("/proc/self/statm") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + extra_bytes, used + extra_bytes))
 
 
-def _send(stream: BinaryIO, message: dict[str, Any]) -> None:
+def serve(loaded: Loaded, requests: BinaryIO, output: BinaryIO) -> None:
+    """Answer until the requests end, or memory does."""
+    while (request := receive(requests)) is not None:
+        signal.setitimer(signal.ITIMER_REAL, 2 * loaded.timeout_seconds + 1)
+        reply = _reply(loaded.handle, request)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        send(output, reply)
+        if "out_of_memory" in reply:
+            return
+
+
+def _reply(handle: Handle, request: Any) -> dict[str, Any]:
+    try:
+        return handle(request)
+    except MemoryError:
+        return {"out_of_memory": True}
+    except BaseException:  # A verifier's sys.exit() too costs one verdict, not the worker.
+        lines = traceback.format_exc().splitlines()[-MAX_ERROR_LINES:]
+        return {"error": "\n".join(line[:MAX_LINE_CHARACTERS] for line in lines)}
+
+
+def send(stream: BinaryIO, message: dict[str, Any]) -> None:
+    """Write one message."""
     data = json.dumps(message).encode()
     stream.write(HEADER.pack(len(data)) + data)
     stream.flush()
 
 
-def _receive(stream: BinaryIO) -> Any:
+def receive(stream: BinaryIO) -> Any:
     """Read one message; None at the end of the stream."""
     header = stream.read(HEADER.size)
     if len(header) < HEADER.size:

@@ -16,7 +16,7 @@ def groups(prompts, started):
     twice = [p for p in prompts for _ in range(2)]
     requests = start_groups(twice, [2] * len(prompts), seed=5, step=0, role="train")
     return [
-        Group(step, tuple(Response(*request) for request in group))
+        Group(step, tuple(Response(r.rollout, r.seed) for r in group))
         for step, group in zip(started, requests, strict=True)
     ]
 

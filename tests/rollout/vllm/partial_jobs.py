@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +52,7 @@ def cut_and_gone_on(tmp: Path, first_path: Path, second_path: Path) -> dict[str,
     engine.load_weights(weights(first_path), 3)
     ask = prompts(COUNT, length=LONGER_THAN_A_BLOCK)
     groups = start_groups(ask, [1] * COUNT, seed=SEED, step=1, role="train", policy_version=3)
-    begun, seeds = zip(*(request for group in groups for request in group))
+    begun, seeds, _ = zip(*(request for group in groups for request in group))
     found: dict[str, Any] = {"plain": generate(engine, ask, 1, 1, settings(), 3)}
     found["uncut"] = go_on(engine, begun, seeds, 3, lambda count: False)
     found["by count"] = go_on(engine, begun, seeds, 3, lambda count: count >= WHOLE)
@@ -61,7 +63,8 @@ def cut_and_gone_on(tmp: Path, first_path: Path, second_path: Path) -> dict[str,
     early, cut = go_on(engine, begun, seeds, 3, tokens)
     found["by tokens"] = early, cut
     found["same weights"] = go_on(engine, cut, seeds, 3, lambda count: False)
-    found["seeds"] = [request(settings(), (2,), 12, count).seed for count in (0, 7)]
+    some = [dataclasses.replace(begun[0], token_ids=array("i", [5] * n)) for n in (0, 7)]
+    found["seeds"] = [request(settings(), (2,), Request(r, 12)).seed for r in some]
     found["left"] = engine._llm.llm_engine.has_unfinished_requests()
 
     asked.clear()

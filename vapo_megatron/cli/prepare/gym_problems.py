@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 
 from vapo_megatron.cli.command import ProgressBar
 from vapo_megatron.errors import ConfigError, DataError
-from vapo_megatron.reward.isolated import last_line
-from vapo_megatron.sandbox.pool import OUT_OF_MEMORY, OVER_TIME, HandlerRefused, Reply, WorkerPool
+from vapo_megatron.reward.user_code import last_line
+from vapo_megatron.sandbox.channel import OUT_OF_MEMORY, OVER_TIME, Reply
+from vapo_megatron.sandbox.pool import WorkerPool
+from vapo_megatron.sandbox.process import HandlerRefused
 
 HANDLER = "vapo_megatron.cli.prepare.gym_worker:make_handler"
 LIMIT_SECONDS = 600.0

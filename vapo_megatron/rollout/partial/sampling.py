@@ -127,7 +127,7 @@ class PartialSampling:
         )  # fmt: skip
         first = sum(started[:replica])
         return [
-            Group(asked.step, tuple(Response(*request) for request in group))
+            Group(asked.step, tuple(Response(r.rollout, r.seed) for r in group))
             for group in groups[first : first + started[replica]]
         ]
 

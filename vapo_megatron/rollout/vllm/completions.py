@@ -13,22 +13,22 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason
 
-from vapo_megatron.rollout.requests import SamplingSettings, continued_seed
+from vapo_megatron.rollout.requests import Request, SamplingSettings, continued_seed
 
 
-def request(
-    sampling: SamplingSettings, stop: Sequence[int], seed: int, num_sampled: int = 0
-) -> SamplingParams:
-    """Return vLLM's parameters of a response of which there are `num_sampled` tokens.
+def request(sampling: SamplingSettings, stop: Sequence[int], asked: Request) -> SamplingParams:
+    """Return vLLM's parameters of a response that begins or goes on.
 
-    seed: of its first token.
+    Inserted tokens count towards the longest response, but not towards the seed.
     """
+    sampled = len(asked.rollout.token_ids)
+    left = sampling.max_response_tokens - sampled - asked.rollout.num_inserted
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
-        max_tokens=sampling.max_response_tokens - num_sampled,
-        seed=continued_seed(seed, num_sampled),
+        max_tokens=left if asked.max_tokens is None else min(left, asked.max_tokens),
+        seed=continued_seed(asked.seed, sampled),
         stop_token_ids=list(stop),
         ignore_eos=True,  # Only the stop tokens above.
         logprobs=0,  # Only of the sampled token.

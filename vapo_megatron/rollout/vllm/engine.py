@@ -19,7 +19,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -30,7 +30,7 @@ from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.sampled import check_sampled
 from vapo_megatron.parallel import store
 from vapo_megatron.rollout.inputs import Inputs
-from vapo_megatron.rollout.requests import SamplingSettings, Work, max_model_len
+from vapo_megatron.rollout.requests import Request, SamplingSettings, Work, max_model_len
 from vapo_megatron.rollout.vllm.arguments import engine_arguments
 from vapo_megatron.rollout.vllm.interface import (
     FINALIZER,
@@ -67,7 +67,10 @@ with warnings.catch_warnings():
         random_state_kept,
         unlink_shared_memory,
     )
-    from vapo_megatron.rollout.vllm.running import Asked, added, complete
+    from vapo_megatron.rollout.vllm.running import Asked, added, complete, told
+
+
+T = TypeVar("T")
 
 
 class RolloutEngine:
@@ -218,15 +221,15 @@ class RolloutEngine:
         self._prepare(sampling, policy_version)
         held: dict[int, Rollout] = {}
 
-        def more(room: int) -> list[Asked]:
-            asked = list[Asked]()
-            for rollout, seed in work.take(room):
+        def asked(requests: Iterable[Request]) -> list[Asked]:
+            found = list[Asked]()
+            for one in requests:
                 # The seed doubles as vLLM's request id.
-                assert seed not in held, "two responses have one seed"
-                held[seed] = rollout
-                parameters = request(sampling, self.stop_token_ids, seed, len(rollout.token_ids))
-                asked.append((seed, rollout.sequence.tolist(), parameters))
-            return asked
+                assert one.seed not in held, "two responses have one seed"
+                held[one.seed] = one.rollout
+                parameters = request(sampling, self.stop_token_ids, one)
+                found.append((one.seed, one.rollout.sequence.tolist(), parameters))
+            return found
 
         def keep(seed: int, completion: Any) -> None:
             started = held.pop(seed)
@@ -235,9 +238,11 @@ class RolloutEngine:
                 work.ended(self._ended(started, completion))
 
         with random_state_kept():
+            again = work.waiting
+            waits = (again.number, lambda is_idle: asked(again.back(is_idle))) if again else ()
             interrupted = complete(
-                self._llm.llm_engine, more, keep, on_progress, has_time, work.is_enough,
-                at_once=self.at_once, expected=work.expected,
+                self._llm.llm_engine, lambda room: asked(work.take(room)), keep, on_progress,
+                has_time, work.is_enough, *waits, at_once=self.at_once, expected=work.expected,
             )  # fmt: skip
         return [
             held[seed].extended(*sampled(completion), policy_version, truncated=False)
@@ -248,6 +253,10 @@ class RolloutEngine:
         """Add to a number that all replicas share, once for this one; return the sum."""
         assert self._store is not None, "rollout.shared_queue is off"
         return added(self._store, key, number)
+
+    def told(self, value: T) -> T:
+        """Return what the replica's first rank has, on all its ranks; all call it alike."""
+        return told(value)
 
     def _prepare(self, sampling: SamplingSettings, policy_version: int) -> None:
         """Check the request, and start with an empty KV cache. Raises RuntimeError: see run."""

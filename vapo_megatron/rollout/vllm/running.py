@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,10 @@ from vllm import RequestOutput, SamplingParams
 from vllm.inputs.engine import tokens_input
 
 from vapo_megatron.errors import Stopped
-from vapo_megatron.rollout.requests import TOKENS_BETWEEN_QUESTIONS
+from vapo_megatron.rollout.requests import TOKENS_BETWEEN_QUESTIONS, TOKENS_BETWEEN_TURNS
 from vapo_megatron.rollout.vllm.completions import unfinished
+
+T = TypeVar("T")
 
 Asked = tuple[int, Sequence[int], SamplingParams]
 """Number, prompt and parameters."""
@@ -30,6 +32,8 @@ def complete(
     on_progress: Callable[[int, int], None] | None,
     has_time: Callable[[], bool] | None,
     is_enough: Callable[[], bool] = lambda: False,
+    waiting: Callable[[], int] = lambda: 0,
+    back: Callable[[bool], Sequence[Asked]] = lambda is_idle: [],
     *,
     at_once: int,
     expected: int,
@@ -45,6 +49,7 @@ def complete(
         keep: takes number and completion.
         on_progress, has_time: see RolloutEngine.run.
         is_enough: asked after every token; the same on all ranks of the replica.
+        waiting, back: see requests.Waiting.
         at_once: responses that there is room for.
         expected: number of requests, to show.
 
@@ -54,36 +59,40 @@ def complete(
     Raises:
         Stopped: on all ranks of the replica: one of them has no time left.
     """
-    names, finished = list[str](), 0
+    running, begun, finished = set[str](), 0, 0
 
-    def begin() -> None:
-        for number, token_ids, parameters in more(at_once - (len(names) - finished)):
-            names.append(str(number))
-            engine.add_request(names[-1], tokens_input(list(token_ids)), parameters)
+    def begin(asked: Sequence[Asked]) -> None:
+        for number, token_ids, parameters in asked:
+            running.add(str(number))
+            engine.add_request(str(number), tokens_input(list(token_ids)), parameters)
 
     try:
-        begin()
-        tokens = itertools.count()
-        while engine.has_unfinished_requests() and not is_enough():
-            if has_time is not None and next(tokens) % TOKENS_BETWEEN_QUESTIONS == 0:
+        begin(more(at_once))
+        begun = len(running) + waiting()
+        for token in itertools.count():
+            is_idle = not engine.has_unfinished_requests()
+            if (is_idle and not waiting()) or is_enough():
+                break
+            if has_time is not None and (is_idle or token % TOKENS_BETWEEN_QUESTIONS == 0):
                 _stop_unless(has_time())
-            outputs = engine.step()
+            outputs = [] if is_idle else engine.step()
             for output in outputs:
                 assert isinstance(output, RequestOutput)
+                running.remove(output.request_id)
                 keep(int(output.request_id), output.outputs[0])
-            finished += len(outputs)
-            if outputs:
-                begin()
+            if waiting() and (is_idle or token % TOKENS_BETWEEN_TURNS == 0):
+                begin(back(is_idle))
+            left = len(running) + waiting()
+            if left < begun - finished:
+                finished = begun - left
+                begin(more(at_once - left))
+                begun = finished + len(running) + waiting()
                 if on_progress is not None:
-                    on_progress(finished, max(expected, len(names)))
+                    on_progress(finished, max(expected, begun))
         # Before abort_request, which drops their tokens.
-        interrupted = {int(name): completion for name, completion in unfinished(engine).items()}
-        if interrupted:
-            engine.abort_request(names)
-        return interrupted
-    except BaseException:
-        engine.abort_request(names)
-        raise
+        return {int(name): completion for name, completion in unfinished(engine).items()}
+    finally:
+        engine.abort_request(list(running))
 
 
 def _stop_unless(has_time: bool) -> None:
@@ -92,6 +101,16 @@ def _stop_unless(has_time: bool) -> None:
     dist.all_reduce(lacks_time, dist.ReduceOp.MAX, group=vllm_groups.get_tp_group().cpu_group)
     if lacks_time:
         raise Stopped
+
+
+def told(value: T) -> T:
+    """Return what the replica's first rank has, on all its ranks."""
+    group = vllm_groups.get_tp_group().cpu_group
+    if dist.get_world_size(group) == 1:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, group=group, group_src=0)
+    return values[0]
 
 
 def added(store: dist.Store, key: str, number: int) -> int:
