@@ -23,7 +23,8 @@ from vapo_megatron.sandbox.process import HandlerRefused
 from vapo_megatron.sandbox.sessions import Sessions
 
 HANDLERS = "tests.sandbox.handlers"
-MARK = "VAPO_TESTS_SESSIONS"
+MARK = f"VAPO_TESTS_SESSIONS_{os.getpid()}"
+"""Of this process: other runs of these tests may be on the machine."""
 
 
 def make(handler="make_counter", options=(), *, at_once=4, timeout_seconds=60.0, memory=2 * 10**8):
