@@ -111,3 +111,32 @@ def test_rewards_of_turns_stand_where_they_were_earned(
 ):
     ((found, targets),) = workers.run(1, by_gae, *given, algorithm)
     assert found == pytest.approx(advantages) and targets == pytest.approx(returns)
+
+
+def of_turns(**fields):
+    """Two responses of five and two tokens, the first in turns of two and three."""
+    ranks = groups.initialize(ParallelConfig(world_size=1))
+    algorithm = AlgorithmConfig(gae_unit="turn", advantage_whitening=False, **fields)
+    batch = batch_of(
+        [0, 1], [5, 2],
+        values=torch.tensor([0.5, 9.0, 0.75, -9.0, 9.0, 0.25, 9.0]),
+        token_rewards=torch.tensor([0.0, 0.25, 0.0, 0.0, 0.0, 0.0, 0.0]),
+        turn_starts=torch.tensor([1, 0, 1, 0, 0, 1, 0], dtype=torch.int32),
+        rewards=torch.tensor([1.0, -1.0]),
+    )  # fmt: skip
+    batch = with_advantages(summary_of([1.0, -1.0], [0, 1], [5, 2]), batch, algorithm, ranks)
+    return batch.advantages.tolist(), batch.returns.tolist()
+
+
+def test_lambda_may_count_turns(workers):
+    """tests/algorithm/test_turn_gae.py has the sums; adaptive: 1 - 1 / (alpha l), l turns."""
+    ((advantages, returns),) = workers.run(1, of_lambda, 0.5)
+    assert advantages == [0.625, 0.625, 0.25, 0.25, 0.25, -1.25, -1.25]
+    assert returns == [1.25, 1.25, 1.0, 1.0, 1.0, -1.0, -1.0]
+    ((adaptive, _),) = workers.run(1, of_lambda, "adaptive", 1.0)
+    # Two turns: lambda is 1/2. One turn: 0.
+    assert adaptive == advantages
+
+
+def of_lambda(lambda_actor, alpha=0.05):
+    return of_turns(lambda_actor=lambda_actor, length_adaptive_alpha=alpha)

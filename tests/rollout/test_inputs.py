@@ -149,8 +149,8 @@ def test_a_template_is_asked_once_whether_it_fits_the_tokenizer(hf):
     asked = []
     tokenizer = load_tokenizer(hf)
     tokenizer.chat_template = TEMPLATE
-    template, written = ChatTemplate(tokenizer), ChatTemplate._written
-    template._written = lambda messages: (asked.append(messages), written(template, messages))[1]
+    template, written = ChatTemplate(tokenizer), ChatTemplate.written
+    template.written = lambda messages: (asked.append(messages), written(template, messages))[1]
     assert [template([USER]), template([SYSTEM, USER])] == ["w5 w6 w8", "w7 w5 w6 w8"]
     assert len(asked) == 3
 

@@ -73,7 +73,12 @@ class AlgorithmConfig(Section):
         "l of the adaptive lambda; response: all tokens of the response; action: those that the "
         "losses keep, none of a response that overlong_filtering masks.",
     )
-    gamma: float = _field(1.0, "Discount per token.", "gamma", gt=0, le=1)
+    gae_unit: Literal["token", "turn"] = _field(
+        "token",
+        "What lambda and gamma are counted in; turn: what the policy says between two observations "
+        "of an environment is one step, whose value is that of its first token.",
+    )
+    gamma: float = _field(1.0, "Discount per token, or turn: see gae_unit.", "gamma", gt=0, le=1)
     policy_loss: Literal["ppo_clip", "dis", "dppo_tv"] = _field(
         "ppo_clip",
         "ppo_clip: clipped ratio to the policy before the step; dis, dppo_tv: ratio to the "

@@ -84,6 +84,8 @@ class StepSummary:
     """tokens that others wrote between a response's own; None: there are none"""
     earned: Tensor | None = _told(torch.float32, lambda s: s.earned, 0)
     """sums of ScoredRollout.token_rewards; None: there are none"""
+    turns: Tensor | None = _told(torch.int64, lambda s: len(s.rollout.turns), 0)
+    """their number; None: no response has an environment"""
     column_bits: Tensor | None = _told(torch.int64, _column_bits, 0)
     """which columns of SAMPLED it has, beside log-probabilities; None: no others"""
 

@@ -61,6 +61,12 @@ PER_TOKEN = {
         sampled="token_rewards",
         held=lambda a: False,
     ),
+    "turn_starts": Column(
+        "int32",
+        "1 where a token begins a turn of an episode, else 0; None: each response is one turn.",
+        sampled="turn_starts",
+        held=lambda a: False,
+    ),
     "is_positive": Column("bool", "In the positive-example LM loss: of a correct response."),
     "positive_weights": Column(
         "float32",

@@ -182,6 +182,7 @@ class ScoredRollout:
             *self.rollout.columns,
             *["places"] * bool(self.rollout.inserted),
             *["token_rewards"] * bool(self.token_rewards),
+            *["turn_starts"] * (len(self.rollout.turns) > 1),
         )
 
     def column(self, name: str) -> np.ndarray:
@@ -192,6 +193,8 @@ class ScoredRollout:
         if name in ("logprobs", *r.columns):
             return np.array(r.logprobs if name == "logprobs" else r.columns[name], dtype)
         numbers = np.zeros(len(r.token_ids), dtype)
+        if name == "turn_starts" and r.turns:
+            numbers[[0, *(turn.end for turn in r.turns[:-1])]] = 1
         if name == "token_rewards":
             for token, reward in self.token_rewards:
                 numbers[token] += reward

@@ -13,6 +13,7 @@ from vapo_megatron.algorithm.policy_loss import loss_count
 from vapo_megatron.algorithm.positive_lm_loss import imitation_weights
 from vapo_megatron.algorithm.sampler_correction import icepop_mask, truncated_importance_mask
 from vapo_megatron.algorithm.statistics import masked_sums, mean_and_std, whiten
+from vapo_megatron.algorithm.turn_gae import turn_gae, turn_layout
 from vapo_megatron.config import AlgorithmConfig, RolloutConfig
 from vapo_megatron.config.metrics import emits
 from vapo_megatron.data.batch import RolloutBatch, StepSummary
@@ -112,20 +113,25 @@ def with_advantages(
 
 def _from_values(batch: RolloutBatch, algorithm: AlgorithmConfig) -> RolloutBatch:
     assert batch.values is not None
+    if algorithm.gae_unit == "turn":
+        layout = turn_layout(batch.turn_starts, batch.cu_seqlens)
+        lengths = layout.cu_turns.diff()
+    else:
+        lengths = gae_lengths(batch.loss_mask, batch.cu_seqlens, algorithm.gae_length)
     lambda_actor, lambda_critic = resolve_lambdas(
-        gae_lengths(batch.loss_mask, batch.cu_seqlens, algorithm.gae_length),
+        lengths,
         lambda_actor=algorithm.lambda_actor,
         lambda_critic=algorithm.lambda_critic,
         length_adaptive_alpha=algorithm.length_adaptive_alpha,
     )
-    advantages, returns = decoupled_gae(
-        token_rewards(batch),
-        batch.values,
-        batch.cu_seqlens,
-        lambda_actor=lambda_actor,
-        lambda_critic=lambda_critic,
-        gamma=algorithm.gamma,
-    )
+    settings = {
+        "lambda_actor": lambda_actor, "lambda_critic": lambda_critic, "gamma": algorithm.gamma
+    }  # fmt: skip
+    rewards, values = token_rewards(batch), batch.values
+    if algorithm.gae_unit == "turn":
+        advantages, returns = turn_gae(rewards, values, layout, **settings)
+    else:
+        advantages, returns = decoupled_gae(rewards, values, batch.cu_seqlens, **settings)
     return batch.replace(advantages=advantages, returns=returns)
 
 

@@ -146,9 +146,13 @@ def step_metrics(
     }
     if of_values:
         # As GAE does: a masked truncated response counts no tokens.
-        masks = algorithm.overlong_filtering and algorithm.gae_length == "action"
+        if algorithm.gae_unit == "turn":
+            steps = torch.ones_like(lengths) if summary.turns is None else summary.turns
+        else:
+            masks = algorithm.overlong_filtering and algorithm.gae_length == "action"
+            steps = lengths * ~summary.truncated if masks else lengths
         lambda_actor, _ = resolve_lambdas(
-            lengths * ~summary.truncated if masks else lengths,
+            steps,
             lambda_actor=algorithm.lambda_actor,
             lambda_critic=algorithm.lambda_critic,
             length_adaptive_alpha=algorithm.length_adaptive_alpha,

@@ -66,6 +66,15 @@ def test_parts_become_one_file_in_the_order_of_the_problems(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.part0000"])
+def test_what_a_refused_evaluation_leaves_is_in_nobodys_way(tmp_path, name):
+    """Its header, and no problem."""
+    write(tmp_path / name, [], {**HEADER, "samples": 99})
+    assert collect(tmp_path / "a.jsonl", HEADER) == {}
+    write(tmp_path / "a.jsonl.part0001", [2])
+    assert list(collect(tmp_path / "a.jsonl", HEADER)) == [2]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.part0000"])
 def test_whatever_is_cut_at_any_byte_goes_on(tmp_path, name):
     write(tmp_path / "whole", range(3))
     content = (tmp_path / "whole").read_bytes()

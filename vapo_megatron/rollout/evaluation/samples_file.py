@@ -72,7 +72,8 @@ def collect(
 ) -> dict[int, Any]:
     """Merge the file and its parts, which are removed; a complete file stays untouched.
 
-    A partial last line, left by a kill, is dropped. Only one line at a time is in memory.
+    A partial last line, left by a kill, is dropped, and so is a header without problems, of
+    whatever evaluation: one that was refused leaves it. Only one line at a time is in memory.
 
     Args:
         out: created with the header if it is missing.
@@ -88,8 +89,8 @@ def collect(
     header = {"evaluation": FORMAT, **header}
     parts = sorted(out.parent.glob(f"{glob.escape(out.name)}.part*"))
     found: dict[int, _Found] = {}
-    is_complete = out.exists() and not parts
-    for path in [out, *parts] if out.exists() else parts:
+    is_complete = out.exists() and not parts and _has_problems(out)
+    for path in filter(_has_problems, [out, *parts] if out.exists() else parts):
         end = _read(path, header, summarize, found)
         is_complete = is_complete and 0 < end == path.stat().st_size
     if not is_complete:
@@ -108,6 +109,17 @@ def begin_parts(out: Path, header: Mapping[str, Any], count: int) -> None:
 def part_of(out: Path, replica: int) -> Path:
     """Return the path of a replica's part."""
     return out.with_name(f"{out.name}.part{replica:04}")
+
+
+def _has_problems(path: Path) -> bool:
+    """Return whether a file holds anything but an evaluation's header."""
+    with path.open("rb") as file:
+        first, more = file.readline(), file.read(1)
+    try:
+        content = None if more else json.loads(first)
+    except ValueError:
+        return True
+    return not (isinstance(content, dict) and "evaluation" in content)
 
 
 def _read(
