@@ -80,6 +80,8 @@ setup(
         # It pins its own dependencies. Other versions may make other problems of the same seed.
         "reasoning-gym": ["reasoning-gym==0.1.25"],
         "smollm": ["gguf==0.19.0", "accelerate==1.15.0"],
+        # What examples/smollm/compare_trl.py measures beside.
+        "trl": ["trl==1.16.0", "datasets==5.2.0", "accelerate==1.15.0"],
         "dev": ["pytest", "pytest-timeout", "pytest-xdist", "ruff", "mypy"],
     },
 )

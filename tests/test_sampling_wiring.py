@@ -69,8 +69,8 @@ class AskedEngine(Engine):
 
     def asked(self, requests, sampling, policy_version, has_time):
         assert policy_version == self.policy_version
-        problems = [rollout.prompt.index for rollout, _ in requests if rollout.sample == 0]
-        seeds = [seed for _, seed in requests]
+        problems = [r.rollout.prompt.index for r in requests if r.rollout.sample == 0]
+        seeds = [request.seed for request in requests]
         begun = EarlyStop.begin.call_count
         self.calls.append(
             Asked(sampling, policy_version, problems, seeds, has_time.__name__, begun)

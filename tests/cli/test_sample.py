@@ -27,7 +27,7 @@ class LastEngine(Engine):
         self.calls = asked
 
     def asked(self, requests, sampling, *_):
-        samples = sum(rollout.first == 0 for rollout, _ in requests)
+        samples = sum(request.rollout.first == 0 for request in requests)
         self.calls.append((samples, sampling.temperature, sampling.max_response_tokens))
         self.last = requests[-1].rollout.prompt
 

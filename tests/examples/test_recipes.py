@@ -128,6 +128,14 @@ def test_a_recipe_changes_what_it_says_and_nothing_else(name):
 
 
 @pytest.mark.parametrize("name", CHANGES)
+def test_a_recipe_fits_a_base_whose_values_have_a_bias(name, tmp_path):
+    (tmp_path / "biased.yaml").write_text("model: {value_head_bias: mean_return}\n")
+    config = load_config([*TINY, tmp_path / "biased.yaml", recipe(name)])
+    has_critic = "critic" in config.algorithm.trained_roles
+    assert config.model.value_head_bias == ("mean_return" if has_critic else "none")
+
+
+@pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("base", [TINY, LARGE], ids=["tiny", "32b"])
 def test_a_recipe_is_planned_over_either_base(base, name, capsys):
     files = [part for file in [*base, recipe(name)] for part in ("--config", str(file))]

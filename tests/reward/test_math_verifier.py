@@ -289,7 +289,7 @@ def test_an_endless_answer_is_killed_and_delays_nobody(two, monkeypatch):
             # The same endless answer in every place of a group costs one limit.
             assert not endless
             endless.append(worker)
-        limits.SEND(worker, task, message, 600.0)
+        limits.BEGIN(worker, task, message, 600.0)
 
     def until_all_others_are_judged():
         ended.extend(found := wait())
@@ -297,7 +297,7 @@ def test_an_endless_answer_is_killed_and_delays_nobody(two, monkeypatch):
             endless[0].deadline = 0.0
         return found
 
-    monkeypatch.setattr(pool._Worker, "send", send)
+    monkeypatch.setattr(pool._Worker, "begin", send)
     monkeypatch.setattr(two._pool, "_wait", until_all_others_are_judged)
     responses = [ENDLESS] * 8 + [f"Answer: {i}/3" for i in range(8)]
     verdicts = two.score(responses, ["7/3"] * 16)

@@ -103,3 +103,15 @@ def test_values_that_are_off_when_pretraining_ends():
     assert "advantages then reward ending a response" in text
     assert about_value_error({**row, "critic/value_error_mean": 0.2}, config) == []
     assert about_value_error({}, config) == []
+
+
+def test_values_that_started_at_the_mean_return_are_not_told_to():
+    row = {"critic/value_error_mean": 0.75, "critic/return_std": 0.5}
+    told = {
+        bias: about_value_error(row, VapoConfig(model={"value_head_bias": bias}))[0]
+        for bias in ("none", "mean_return")
+    }
+    assert "; set model.value_head_bias=mean_return, raise opt" in told["none"]
+    assert "value_head_bias" not in told["mean_return"]
+    assert "the 512 prompts of a step may differ that much" in told["mean_return"]
+    assert "by chance, and more of them less; or raise opt" in told["mean_return"]

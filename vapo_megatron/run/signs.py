@@ -109,12 +109,18 @@ def about_value_error(row: Row, config: VapoConfig) -> list[str]:
     error, spread = row["critic/value_error_mean"], row["critic/return_std"]
     if not error_is_large(error, spread):
         return []
+    start = "set model.value_head_bias=mean_return, "
+    if config.model.value_head_bias == "mean_return":
+        # They started without an error, at the mean of the first step's few prompts.
+        start = (
+            f"the {config.algorithm.num_prompts} prompts of a step may differ that much from the "
+            "first step's by chance, and more of them less; or "
+        )
     return [
         f"warning: value pretraining ends with values that are {abs(error):.2g} too "
         f"{'high' if error > 0 else 'low'} in the mean (critic/value_error_mean), against a "
         f"standard deviation of the returns of {spread:.2g}: with lambda below 1 advantages then "
-        f"{'punish' if error > 0 else 'reward'} ending a response; set "
-        "model.value_head_bias=mean_return, raise "
+        f"{'punish' if error > 0 else 'reward'} ending a response; {start}raise "
         f"optimizer.critic_learning_rate={config.optimizer.critic_learning_rate:g}, or take more "
         f"algorithm.value_pretraining_steps={config.algorithm.value_pretraining_steps}"
     ]

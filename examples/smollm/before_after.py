@@ -1,0 +1,117 @@
+"""Held-out accuracy before and after a run, task by task: `before_after.py RUN`.
+
+Each mean has its 95 % bootstrap interval over problems. Prints a table and writes it to
+RUN/before_after.md; `apart` says whether the two intervals have no value in common, `one answer`
+what always giving the most frequent ground truth would reach.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vapo_megatron.data.problems import load_problems
+from vapo_megatron.data.storage import replace_file
+from vapo_megatron.errors import DataError, UserError
+from vapo_megatron.rollout.evaluation.statistics import Estimate, estimates
+from vapo_megatron.run.directory import Run, read_run
+
+SEED = 0
+"""Of the bootstrap."""
+
+
+def shares(row: Mapping[str, Any], counts: Mapping[str, int]) -> dict[str, list[float]]:
+    """Return the share of correct responses to each problem, by source.
+
+    Args:
+        row: of held_out.jsonl.
+        counts: each source's number of problems; the sources follow each other by name.
+    """
+    total = sum(counts.values())
+    if sorted(row["problems"]) != list(range(total)):
+        raise DataError(
+            f"the evaluation has {len(row['problems'])} problems and its files have {total}; "
+            "restore the files, or start the run again"
+        )
+    found = {index: n / row["group_size"] for index, n in zip(row["problems"], row["correct"])}
+    by_source, first = {}, 0
+    for name in sorted(counts):
+        by_source[name] = [found[index] for index in range(first, first + counts[name])]
+        first += counts[name]
+    return by_source
+
+
+def accuracy(values: Sequence[float]) -> Estimate:
+    """Return the mean over problems and its interval."""
+    return estimates([{"accuracy": value} for value in values], SEED)["accuracy"]
+
+
+def table(run: Run) -> str:
+    """Return the table of a run whose evaluation has sources, in Markdown."""
+    evaluations = run.problems(held_out=True)
+    sources = run.section("evaluation").get("sources") or {}
+    if len(evaluations) < 2 or not sources:
+        raise DataError(
+            f"{run.run_dir} has {len(evaluations)} evaluations of {len(sources)} sources; it must "
+            "have two or more, of one or more sources: let the run end"
+        )
+    problems = {
+        name: load_problems(of["path"], of["prompt_column"], of["answer_column"], section=name)
+        for name, of in sources.items()
+    }
+    counts = {name: len(some) for name, some in problems.items()}
+    before, after = (shares(row, counts) for row in (evaluations[0], evaluations[-1]))
+    trained = run.section("data").get("sources") or {}
+    last_step = evaluations[-1]["step"]
+    lines = [
+        f"| task | problems | one answer | before | after {last_step} steps | apart |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in sorted(counts, key=lambda name: (name not in trained, name)):
+        first, last = accuracy(before[name]), accuracy(after[name])
+        note = "" if name in trained else ", not trained on"
+        answers = collections.Counter(problem.answer for problem in problems[name])
+        constant = max(answers.values()) / counts[name]
+        cells = [f"{name}{note}", str(counts[name]), f"{constant:.3f}", shown(first), shown(last)]
+        cells.append(apart(first, last))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def apart(first: Estimate, last: Estimate) -> str:
+    """Return yes if the intervals have no value in common."""
+    ends = (first.low, first.high, last.low, last.high)
+    if None in ends:
+        return "-"
+    low, high, low_after, high_after = ends
+    return "yes" if high < low_after or high_after < low else "no"
+
+
+def shown(estimate: Estimate) -> str:
+    """Return the mean and its interval."""
+    if estimate.low is None:
+        return f"{estimate.value:.3f}"
+    return f"{estimate.value:.3f} ({estimate.low:.3f} to {estimate.high:.3f})"
+
+
+def main() -> int:
+    """Return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("run", type=Path, metavar="RUN")
+    run_dir = parser.parse_args().run
+    try:
+        text = table(read_run(run_dir))
+        replace_file(run_dir / "before_after.md", text)
+    except UserError as error:
+        print(f"before_after: {error}", file=sys.stderr)
+        return 2
+    print(f"held-out accuracy, with 95 % intervals over problems:\n\n{text}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

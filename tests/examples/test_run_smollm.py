@@ -1,0 +1,207 @@
+"""The run of a pretrained model on tasks of reasoning_gym: what its script starts, and its table.
+
+The script is run in a folder of its own, with a stand-in for Python that notes its commands.
+Not exercised but by the slow test: the commands themselves. Whether the model learns is for
+examples/run_vapo_smollm.sh to say.
+"""
+
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.examples.tiny import ROOT, write_lines
+from vapo_megatron.config import load_config
+from vapo_megatron.errors import DataError
+from vapo_megatron.run.directory import read_run
+
+SCRIPT = "examples/run_vapo_smollm.sh"
+CONFIG = ROOT / "examples/configs/smollm.yaml"
+NOTES = """
+import json, pathlib, sys
+arguments = sys.argv[1:]
+with open("commands.jsonl", "a") as file:
+    file.write(json.dumps(arguments) + "\\n")
+if "prepare" in arguments:
+    for option in {"--out", "--test-out"} & set(arguments):
+        path = pathlib.Path(arguments[arguments.index(option) + 1])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+"""
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """clone(arguments, ...) -> (exit code, its errors, the commands of Python)."""
+    for name in (SCRIPT, "tools/setup_env.sh"):
+        (tmp_path / name).parent.mkdir()
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "notes.py").write_text(NOTES)
+    python, real = tmp_path / "python", shlex.quote(sys.executable)
+    python.write_text(f'#!/bin/sh\n[ "$1" != -c ] || exec {real} "$@"\nexec {real} notes.py "$@"\n')
+    python.chmod(0o755)
+
+    def run(*arguments):
+        log = tmp_path / "commands.jsonl"
+        log.unlink(missing_ok=True)
+        done = subprocess.run(
+            ["bash", SCRIPT, *arguments], cwd=tmp_path, text=True, capture_output=True, timeout=60,
+            env={**os.environ, "VAPO_PYTHON": str(python)},
+        )  # fmt: skip
+        lines = log.read_text().splitlines() if log.exists() else []
+        return done.returncode, done.stderr, [json.loads(line) for line in lines]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--quik"], "error: '--quik' is none of --quick, --algorithm NAME, --seed N, --dry-run, "),
+        (["--algorithm", "ppo"], "error: --algorithm ppo must be vapo, dapo or grpo"),
+        (["--algorithm=ppo"], "error: --algorithm ppo must be vapo, dapo or grpo"),
+        (["--seed"], "--seed needs a number"),
+    ],
+)
+def test_what_it_refuses(clone, given, told):
+    code, errors, commands = clone(*given)
+    assert code != 0 and told in errors and not commands
+
+
+def option(command, name):
+    return command[command.index(name) + 1]
+
+
+def test_model_problems_run_and_table(clone):
+    code, errors, (model, *prepared, train, table) = clone("--seed", "3", "model.dtype=bfloat16")
+    assert code == 0, errors
+    assert model == ["examples/smollm/make_model.py", "--out", "runs/smollm/model"]
+    config = load_config([CONFIG])
+    assert config.model.hf_path == "runs/smollm/model"
+    # The files that the configuration names, each with its own task's problems.
+    trained_on = {option(c, "--reasoning-gym"): option(c, "--out") for c in prepared[:3]}
+    held_out = {option(c, "--reasoning-gym"): option(c, "--test-out") for c in prepared[:3]}
+    held_out |= {option(c, "--reasoning-gym"): option(c, "--out") for c in prepared[3:]}
+    assert {name: of.path for name, of in config.data.sources.items()} == trained_on
+    assert {name: of.path for name, of in config.evaluation.sources.items()} == held_out
+    assert len(trained_on) == 3 and len(held_out) == 5
+    for command in prepared:
+        json.loads(option(command, "--config"))
+        assert int(option(command, "--max-prompt-tokens")) <= config.rollout.max_prompt_tokens
+    out = "runs/smollm/seed_3/vapo"
+    assert train == [
+        "-m", "vapo_megatron", "train", "--config", "examples/configs/smollm.yaml",
+        "--config", "vapo", "seed=3", f"logging.run_dir={out}", "model.dtype=bfloat16",
+    ]  # fmt: skip
+    assert table == ["examples/smollm/before_after.py", out]
+    # Again: what is there is not made again, and training resumes.
+    assert clone("--seed", "3", "model.dtype=bfloat16")[2] == [model, train, table]
+
+
+def test_other_ways_to_start_it(clone):
+    *_, train, table = clone("--quick", "--algorithm", "grpo")[2]
+    assert table[1] == "runs/smollm/quick/seed_0/grpo" and option(train[4:], "--config") == "grpo"
+    quick = {"algorithm.policy_steps=3", "evaluation.samples=1"}
+    assert quick < set(train) and not [a for a in train if "value_pretraining" in a]
+    *_, train, _ = clone("--quick")[2]
+    assert quick | {"algorithm.value_pretraining_steps=1"} < set(train)
+    *_, table = clone("logging.run_dir=runs/mine")[2]
+    assert table[1] == "runs/mine"
+    *_, train = clone("--dry-run")[2]
+    assert "--dry-run" in train
+
+
+@pytest.mark.parametrize("name", ["vapo", "dapo", "grpo"])
+def test_its_configuration_with_each_algorithm(name):
+    config = load_config([CONFIG, ROOT / f"examples/configs/algorithms/{name}.yaml"])
+    assert config.parallel.pipeline_model_parallel_size == config.num_processes == 2
+    assert (config.model.value_head_bias == "mean_return") == (name == "vapo")
+    assert config.algorithm.policy_steps == 12 and config.algorithm.num_prompts % 3 == 0
+
+
+@pytest.fixture(scope="module")
+def before_after():
+    script = ROOT / "examples/smollm/before_after.py"
+    spec = importlib.util.spec_from_file_location("before_after", script)
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """A run with 20 problems of `sums`, which is trained on, and 3 of `counts`."""
+    files = {"sums": tmp_path / "sums.jsonl", "counts": tmp_path / "counts.jsonl"}
+    for name, count in (("sums", 20), ("counts", 3)):
+        write_lines(
+            files[name], [{"prompt": f"{name} {i}", "answer": f"{i // 5}"} for i in range(count)]
+        )
+    sources = {name: {"path": str(path)} for name, path in files.items()}
+    config = {"data": {"sources": {"sums": sources["sums"]}}, "evaluation": {"sources": sources}}
+    (tmp_path / "config.yaml").write_text(
+        load_config([], [f"data.sources={json.dumps(config['data']['sources'])}",
+                         f"evaluation.sources={json.dumps(sources)}", "model.hf_path=x"]).to_yaml()
+    )  # fmt: skip
+    rows = [
+        # By name: counts first, whatever the configuration's order.
+        {"step": 0, "correct": [4, 0, 2, *[0, 1] * 10]},
+        {"step": 5, "correct": [4, 0, 3, *[4, 3] * 10]},
+    ]
+    shared = {"group_size": 4, "problems": list(range(23))}
+    write_lines(tmp_path / "held_out.jsonl", [shared | row for row in rows])
+    return tmp_path
+
+
+def test_the_table(before_after, run_dir):
+    title, _, sums, counts = before_after.table(read_run(run_dir)).splitlines()
+    assert title == "| task | problems | one answer | before | after 5 steps | apart |"
+    # 10 of 80 and 70 of 80 responses; 6 and 7 of 12.
+    assert sums.startswith("| sums | 20 | 0.250 | 0.125 (0.0") and " | 0.875 (0.8" in sums
+    assert (
+        counts.startswith("| counts, not trained on | 3 | 1.000 | 0.500 (0.0")
+        and "| 0.583 (" in counts
+    )
+    assert sums.endswith("| yes |") and counts.endswith("| no |")
+
+
+def test_no_table_of_other_problems_or_without_the_last_evaluation(before_after, run_dir):
+    held_out = run_dir / "held_out.jsonl"
+    first, second = held_out.read_text().splitlines(keepends=True)
+    held_out.write_text(first)
+    with pytest.raises(DataError, match="has 1 evaluations of 2 sources; .* let the run end"):
+        before_after.table(read_run(run_dir))
+    held_out.write_text(first + second)
+    write_lines(run_dir / "sums.jsonl", [{"prompt": "sums", "answer": "1"}])
+    with pytest.raises(DataError, match="has 23 problems and its files have 4; restore the files"):
+        before_after.table(read_run(run_dir))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(
+    not (ROOT / "runs/smollm/model").exists() and importlib.util.find_spec("gguf") is None,
+    reason="the model is not made, and the extra smollm that makes it is not installed",
+)
+def test_the_quick_run(tmp_path):
+    def quick(*arguments):
+        return subprocess.run(
+            ["bash", SCRIPT, "--quick", f"logging.run_dir={tmp_path}/run", *arguments], cwd=ROOT,
+            text=True, capture_output=True, timeout=3500,
+            env={**os.environ, "VAPO_PYTHON": sys.executable},
+        )  # fmt: skip
+
+    done = quick()
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    run = tmp_path / "run"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(5))
+    assert rows[0]["evaluation/avg@1"] > 0.1 and "evaluation/avg@1" in rows[-1]
+    for task in ("chain_sum", "gcd", "products"):
+        assert rows[-1][f"reward/by_source/{task}/share"] == pytest.approx(1 / 3)
+        assert f"| {task} |" in (run / "before_after.md").read_text()
+    assert (run / "hf_export/model.safetensors").exists() and (run / "report.html").exists()
