@@ -18,7 +18,6 @@ from vapo_megatron.reward.verifier import Problem
 
 MODULE = "tests.environments.own_environments"
 MARK = f"VAPO_TESTS_HOSTILE_{os.getpid()}"
-"""Of this process: other runs of these tests may be on the machine."""
 OVER_TIME = "more than 60 seconds"
 DIED = "its process died"
 ODD = "its process sent something else than a step"
