@@ -174,8 +174,10 @@ class Hostile:
     def bomb(self):
         for _ in range(3):
             os.fork()
-            os.setsid() if random.random() < 0.5 and os.getpid() != os.getpgrp() else None
+            if os.getpid() != os.getpgrp() and random.random() < 0.5:
+                os.setsid()
         time.sleep(600)
+        os._exit(0)
 
     # What ends the process, or the call.
 
@@ -329,6 +331,7 @@ class Hostile:
                 if leaves:
                     os.setsid()
                 time.sleep(600)
+                os._exit(0)
         return Step("well")
 
     def moves(self):

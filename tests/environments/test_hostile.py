@@ -17,7 +17,7 @@ from vapo_megatron.environments.step import CUT
 from vapo_megatron.reward.verifier import Problem
 
 MODULE = "tests.environments.own_environments"
-MARK = "VAPO_TESTS_HOSTILE"
+MARK = f"VAPO_TESTS_HOSTILE_{os.getpid()}"
 OVER_TIME = "more than 60 seconds"
 DIED = "its process died"
 ODD = "its process sent something else than a step"

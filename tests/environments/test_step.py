@@ -1,6 +1,8 @@
 """What a step may be, rule by rule. Not exercised: how it travels (test_play.py)."""
 
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -81,3 +83,9 @@ def test_what_is_refused(step, message):
 
 def test_a_text_as_long_as_allowed_is_whole():
     assert [text("abcdefgh", n) for n in (9, 8, 7)] == ["abcdefgh", "abcdefgh", "a" + CUT]
+
+
+def test_an_environments_process_loads_no_torch():
+    code = "from vapo_megatron.environments import Step; import sys; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

@@ -62,6 +62,7 @@ def leave_children():
             if leaves:
                 os.setsid()
             time.sleep(600)
+            os._exit(0)
     line = [sys.executable, "-c", "import time; time.sleep(600)"]
     if (child := os.fork()) == 0:
         subprocess.Popen(line, start_new_session=True)

@@ -23,7 +23,7 @@ from vapo_megatron.sandbox.process import HandlerRefused
 from vapo_megatron.sandbox.sessions import Sessions
 
 HANDLERS = "tests.sandbox.handlers"
-MARK = "VAPO_TESTS_SESSIONS"
+MARK = f"VAPO_TESTS_SESSIONS_{os.getpid()}"  # Others may test on this machine, too.
 
 
 def make(handler="make_counter", options=(), *, at_once=4, timeout_seconds=60.0, memory=2 * 10**8):
@@ -159,8 +159,10 @@ def test_long_messages_pass_while_nobody_waits(sessions):
 
 
 def test_a_template_that_dies_takes_its_sessions_and_comes_again(sessions):
-    first = ask(sessions, "identify", "well", "kill_template")
-    assert first[2] == DIED
+    first = ask(sessions, "identify", "well")
+    sessions.open("kills")
+    sessions.ask("kills", "kill_template")
+    assert replies(sessions, 1) == [DIED]
     assert gone(MARK)
     sessions.ask(0, "well")
     assert replies(sessions, 1) == [DIED]
