@@ -126,9 +126,9 @@ def test_a_policy_starts_at_once_from_that_critic(workers, paths, stage, tmp_pat
     assert torch.equal(again[0], then)
 
 
-def test_values_may_start_at_the_mean_return(workers, paths, tmp_path):
-    """A resumed run keeps the constant; both tensor-parallel ranks have it."""
-    size = 2
+@pytest.mark.parametrize("size", [1, 2])
+def test_values_may_start_at_the_mean_return(workers, paths, tmp_path, size):
+    """A resumed run keeps the constant; all tensor-parallel ranks have it."""
     still = {"critic_learning_rate": 1e-30, "critic_warmup_updates": 0}
     new = {"value_head_init_std": 0.0, "value_head_bias": "mean_return"}
     sections = {"optimizer": still, "model": new}
@@ -159,8 +159,8 @@ def test_the_end_of_value_pretraining_says_that_values_are_off(workers, paths, t
     for i, algorithm in enumerate((STAGE, both)):
         (text,) = workers.run(1, notes, paths, tmp_path / f"off_{i}", algorithm, "none")[0]
         assert text.startswith("warning: ") and "too low in the mean" in text
-    right = tmp_path / "right"
-    assert workers.run(1, notes, paths, right, both, "mean_return")[0] == []
+        right = tmp_path / f"right_{i}"
+        assert workers.run(1, notes, paths, right, algorithm, "mean_return")[0] == []
 
 
 def test_weights_alone_in_another_layout(workers, paths, stage, tmp_path):

@@ -13,6 +13,7 @@ import time
 
 import numpy
 
+from tests.sandbox.handlers import leave_two
 from vapo_megatron.environments import Step, playing
 from vapo_megatron.reward.verifier import Verdict
 
@@ -326,12 +327,7 @@ class Hostile:
         return Step("well")
 
     def has_children(self):
-        for leaves in (False, True):
-            if os.fork() == 0:
-                if leaves:
-                    os.setsid()
-                time.sleep(600)
-                os._exit(0)
+        leave_two()
         return Step("well")
 
     def moves(self):

@@ -183,10 +183,6 @@ def test_no_table_of_other_problems_or_without_the_last_evaluation(before_after,
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.skipif(
-    not (ROOT / "runs/smollm/model").exists() and importlib.util.find_spec("gguf") is None,
-    reason="the model is not made, and the extra smollm that makes it is not installed",
-)
 def test_the_quick_run(tmp_path):
     def quick(*arguments):
         return subprocess.run(

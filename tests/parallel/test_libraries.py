@@ -137,10 +137,17 @@ for place in sys.argv[1].split(":"):
         from vapo_megatron.parallel import megatron_on_cpu
         if "--gpu" in sys.argv:
             megatron_on_cpu.has_gpu = lambda: True
+        if "--look" in sys.argv:
+            from vapo_megatron.parallel import libraries
+            libraries.check_imports()
+            print("looked")
+            raise SystemExit
         from vapo_megatron.models.layer_spec import uses_transformer_engine
         print("imported", uses_transformer_engine(ModelConfig(layer_spec="local")))
     except ConfigError as error:
         print("ConfigError", error)
+    except SystemExit:
+        pass
     sys.stdout.flush()
     os._exit(0)
 """
@@ -186,6 +193,12 @@ def test_a_damaged_transformer_engine_is_a_config_error_whatever_the_layers_are(
 def test_a_damaged_apex_is_one_too(told):
     start = "ConfigError apex is installed but cannot be imported (RuntimeError: "
     assert told["apex"].startswith(start) and told["apex"].endswith("or pip uninstall apex")
+
+
+def test_one_that_is_not_installed_is_no_error(imported):
+    assert imported(["neither"], "--look") == {"neither": "looked"}
+    (line,) = imported(["apex"], "--look").values()
+    assert line.startswith("ConfigError apex is installed"), "it does look"
 
 
 def test_without_a_gpu_they_are_not_looked_at_and_none_is_no_error(imported):

@@ -55,14 +55,19 @@ def fill():
     return {"value": bytearray(10**10)}
 
 
-def leave_children():
-    """Leave one child in the group, one out of it, and one whose parent has ended; then hang."""
+def leave_two():
+    """Leave one child in the group, and one out of it."""
     for leaves in (False, True):
         if os.fork() == 0:
             if leaves:
                 os.setsid()
             time.sleep(600)
             os._exit(0)
+
+
+def leave_children():
+    """Leave two, and one whose parent has ended."""
+    leave_two()
     line = [sys.executable, "-c", "import time; time.sleep(600)"]
     if (child := os.fork()) == 0:
         subprocess.Popen(line, start_new_session=True)

@@ -76,7 +76,8 @@ class AlgorithmConfig(Section):
     gae_unit: Literal["token", "turn"] = _field(
         "token",
         "What lambda and gamma are counted in; turn: what the policy says between two observations "
-        "of an environment is one step, whose value is that of its first token.",
+        "of an environment is one step, whose value is that of its first token, and l of the "
+        "adaptive lambda is their number.",
     )
     gamma: float = _field(1.0, "Discount per token, or turn: see gae_unit.", "gamma", gt=0, le=1)
     policy_loss: Literal["ppo_clip", "dis", "dppo_tv"] = _field(

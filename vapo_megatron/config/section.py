@@ -27,11 +27,10 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _take_bool_for_its_word(cls, value: Any, info: ValidationInfo) -> Any:
+    def _take_false_for_off(cls, value: Any, info: ValidationInfo) -> Any:
         """YAML takes a bare `off` for false, also where "off" is among the choices."""
-        word = {False: "off", True: "on"}.get(value) if isinstance(value, bool) else None
         choices = get_args(cls.model_fields[str(info.field_name)].annotation)
-        return word if word in choices else value
+        return "off" if value is False and "off" in choices else value
 
 
 def field(default: Any, description: str, symbol: str | None = None, **rules: Any) -> Any:

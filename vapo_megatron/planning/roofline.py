@@ -222,7 +222,7 @@ def update(
 
     work = loads(workload, shape.hidden_size, trainer.dp_size, parallel.max_tokens_per_microbatch)
     count = float(work.microbatches[:, 0].sum())
-    one_pass = float(np.maximum(stage.seconds(work), host.seconds(work)).mean(1).sum()) / count
+    one_pass = float(_layers_seconds(stage, host, work).mean(1).sum()) / count
     # Gradients are reduced during the last microbatch only, parameters gathered in the first.
     collectives = _gradient_seconds(trainer, held, overlapped_seconds=one_pass / 2)
     owned = held / (trainer.replica_size if parallel.use_distributed_optimizer else 1)
@@ -264,6 +264,11 @@ def _gradient_seconds(trainer: _Trainer, held: int, *, overlapped_seconds: float
     return reduced + gathered
 
 
+def _layers_seconds(stage: Rates, host: Rates, work: Loads) -> Any:
+    """Float64 in the shape of `work`: the GPU's pass, or the host's where that takes longer."""
+    return np.maximum(stage.seconds(work), host.seconds(work))
+
+
 def _pipeline(
     trainer: _Trainer,
     stage: Rates,
@@ -284,7 +289,7 @@ def _pipeline(
         after: seconds after each mini-batch.
         context: the part of `stage` in which keys and values are exchanged.
     """
-    middle = np.maximum(stage.seconds(work), host.seconds(work))
+    middle = _layers_seconds(stage, host, work)
     slowest = middle + output.seconds(work)
     fill = (trainer.pp_size - 1) / trainer.vpp_size * middle / work.microbatches
     computed = (slowest + fill).max(1)

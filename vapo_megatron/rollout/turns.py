@@ -46,6 +46,9 @@ class Players(Protocol):
     def answers(self, wait_seconds: float) -> list[Answer]:
         """Return those that have come; wait for the first of them so long at most."""
 
+    def end(self, position: int) -> None:
+        """End an episode that a limit has cut, and that would have gone on."""
+
 
 class Limits(NamedTuple):
     """Of an episode."""
@@ -95,7 +98,7 @@ class Turns:
     def _ended(self, rollout: Rollout) -> None:
         """Ask for an answer to a turn; one that a limit has cut is the last."""
         if rollout.truncated:
-            self._finish(rollout, 0.0)
+            self._cut(with_turn(rollout, 0.0))
         else:
             self._wait(rollout)
 
@@ -114,25 +117,32 @@ class Turns:
             if answer.prompt_ids is not None:
                 prompt = dataclasses.replace(rollout.prompt, token_ids=tuple(answer.prompt_ids))
                 rollout = dataclasses.replace(rollout, prompt=prompt)
+            rollout = with_turn(rollout, answer.reward)
             if answer.is_over:
-                self._finish(rollout, answer.reward)
+                self._finish(rollout)
                 continue
-            after = self._with_turn(rollout, answer.reward).answered(answer.ids)
+            after = rollout.answered(answer.ids)
             left = self._limits.max_tokens - len(after.token_ids) - after.num_inserted
             if left < 1 or len(after.turns) == self._limits.max_turns:
-                self._finish(dataclasses.replace(rollout, truncated=True), answer.reward)
+                self._cut(dataclasses.replace(rollout, truncated=True))
                 continue
             seed = self._seeds[answer.position]
             found.append(Request(after, seed, self._limits.max_action_tokens))
         return found
 
-    def _finish(self, rollout: Rollout, reward: float) -> None:
-        del self._seeds[rollout.position]
-        self._inner.ended(self._with_turn(rollout, reward))
+    def _cut(self, rollout: Rollout) -> None:
+        if self._players is not None:
+            self._players.end(rollout.position)
+        self._finish(rollout)
 
-    def _with_turn(self, rollout: Rollout, reward: float) -> Rollout:
-        """Return it with the turn that it ends with; before the first there is none."""
-        end = len(rollout.token_ids)
-        if not end:
-            return rollout
-        return dataclasses.replace(rollout, turns=(*rollout.turns, Turn(end, reward)))
+    def _finish(self, rollout: Rollout) -> None:
+        del self._seeds[rollout.position]
+        self._inner.ended(rollout)
+
+
+def with_turn(rollout: Rollout, reward: float) -> Rollout:
+    """Return it with the turn that it ends with; before the first there is none."""
+    end = len(rollout.token_ids)
+    if not end:
+        return rollout
+    return dataclasses.replace(rollout, turns=(*rollout.turns, Turn(end, reward)))

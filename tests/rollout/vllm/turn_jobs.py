@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tests.rollout.vllm.engine_jobs import SEED, build_engine, config, prompts, settings, weights
 from vapo_megatron.data.rollout import Rollout
 from vapo_megatron.rollout.requests import Request, Work, start_groups
-from vapo_megatron.rollout.turns import Answer, Limits, Turns
+from vapo_megatron.rollout.turns import Answer, Limits, Turns, with_turn
 from vapo_megatron.rollout.work import divide
 
 COUNT, AT_ONCE, MAX_TOKENS = 64, 12, 160
@@ -40,8 +40,10 @@ class Delayed:
         self._draw, self._longest = random.Random(seed), longest_seconds
         self._due: list[tuple[float, Answer]] = []
         self.order: list[int] = []
+        self.alive: set[int] = set()
 
     def ask(self, rollout: Rollout) -> None:
+        self.alive.add(rollout.position)
         delay = self._draw.random() * self._longest
         self._due.append((time.monotonic() + delay, answer(rollout)))
 
@@ -55,7 +57,11 @@ class Delayed:
         came = [each for due, each in sorted(self._due, key=lambda pair: pair[0]) if due <= now]
         self._due = [pair for pair in self._due if pair[0] > now]
         self.order += [each.position for each in came]
+        self.alive -= {each.position for each in came if each.is_over}
         return came
+
+    def end(self, position: int) -> None:
+        self.alive.remove(position)
 
 
 def begun(count: int = COUNT) -> list[list[Request]]:
@@ -72,6 +78,7 @@ def play(engine: Any, players: Any, limits: Limits = LIMITS) -> dict[int, Rollou
     players = players if engine.keeps_rollouts else None
     turns = Turns(work, players, engine.told, limits)
     assert engine.run(turns.work, settings(limit=MAX_TOKENS), 3) == []
+    assert players is None or not players.alive, "the environment knows of every end"
     return {rollout.position: rollout for rollout in found}
 
 
@@ -91,7 +98,7 @@ def one_by_one(engine: Any, limits: Limits = LIMITS) -> dict[int, Rollout]:
             )  # fmt: skip
             (rollout,) = ended
             said = answer(rollout)
-            rollout = Turns._with_turn(None, rollout, 0.0 if rollout.truncated else said.reward)
+            rollout = with_turn(rollout, 0.0 if rollout.truncated else said.reward)
             if rollout.truncated or said.is_over:
                 break
             after = rollout.answered(said.ids)
