@@ -1,6 +1,7 @@
 """Fields, rules, and the registries of techniques, phases and metrics."""
 
 from vapo_megatron.config.data import DataConfig, FileConfig, SourceConfig
+from vapo_megatron.config.environment import EnvironmentConfig
 from vapo_megatron.config.help import describe_fields
 from vapo_megatron.config.load import load_config, read_config, recipe_names
 from vapo_megatron.config.reward import RewardConfig, ScaleConfig
@@ -24,6 +25,7 @@ __all__ = [
     "CheckpointConfig",
     "ConfigError",
     "DataConfig",
+    "EnvironmentConfig",
     "EvaluationConfig",
     "FileConfig",
     "LoggingConfig",

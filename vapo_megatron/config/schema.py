@@ -13,6 +13,7 @@ from pydantic import Field
 
 from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.config.data import DataConfig, FileConfig
+from vapo_megatron.config.environment import EnvironmentConfig
 from vapo_megatron.config.phases import Role
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.config.rollout import RolloutConfig
@@ -285,6 +286,7 @@ class VapoConfig(Section):
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     data: DataConfig = Field(default_factory=DataConfig)
+    environment: EnvironmentConfig = Field(default_factory=EnvironmentConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)

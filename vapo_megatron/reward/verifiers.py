@@ -7,10 +7,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from vapo_megatron.config.reward import HYBRID, REWARD_MODEL
+from vapo_megatron.config.reward import ENVIRONMENT, HYBRID, REWARD_MODEL
 from vapo_megatron.data.problems import Problem
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.reward.code_verifier import CodeVerifier, longest_seconds
+from vapo_megatron.reward.environment_verifier import EnvironmentVerifier
 from vapo_megatron.reward.exact_verifier import ExactVerifier
 from vapo_megatron.reward.gym import check_installed
 from vapo_megatron.reward.gym_verifier import ReasoningGymVerifier
@@ -37,6 +38,7 @@ BUILT_IN: dict[str, type | None] = {
     "judge": Judge,
     "pairwise": Pairwise,
     REWARD_MODEL: None,
+    ENVIRONMENT: None,
 }
 """Name -> what takes the options of its section; None: it has none."""
 
@@ -285,6 +287,8 @@ class Verifiers:
         reward = self._reward
         if use == "math":
             return MathVerifier(reward.num_workers, reward.timeout_seconds)
+        if use == ENVIRONMENT:
+            return EnvironmentVerifier()
         if kind is None:
             return RewardModelVerifier()
         if issubclass(kind, Judge):
