@@ -300,7 +300,8 @@ data.sources.math.path=math.jsonl  data.sources.math.schedule=[[0, -1]]
     none below 0, each with more
 data.sources.math.path=math.jsonl  data.sources.math.verifier=mth
     data.sources.math.verifier=mth must be one of code, environment, exact, hybrid, judge, math,
-    pairwise, reward_model; change it, or add it to reward.verifiers
+    pairwise,
+    reward_model; change it, or add it to reward.verifiers
 evaluation.path=t.jsonl  evaluation.sources.aime.path=a.jsonl
     evaluation.path=t.jsonl must not be combined with evaluation.sources, which has aime; set
 evaluation.sources.aime.verifier=math
