@@ -6,8 +6,10 @@ from tests.reward.own_verifiers import Contains
 from vapo_megatron.config import RewardConfig
 from vapo_megatron.config.reward import BUILT_IN_VERIFIERS
 from vapo_megatron.errors import ConfigError
+from vapo_megatron.reward.built_in import BUILT_IN
+from vapo_megatron.reward.reward_model import reward_model_refusals
 from vapo_megatron.reward.verifier import Problem
-from vapo_megatron.reward.verifiers import BUILT_IN, Verifiers, reward_model_refusals
+from vapo_megatron.reward.verifiers import Verifiers
 
 OWN = "tests.reward.own_verifiers"
 REWARD = RewardConfig(

@@ -16,7 +16,7 @@ ENVIRONMENT = "environment"
 BUILT_IN_VERIFIERS = (
     "math", "exact", "code", "reasoning_gym", "judge", "pairwise", REWARD_MODEL, ENVIRONMENT,
 )  # fmt: skip
-"""Names of reward.verifier; reward/verifiers.py builds them."""
+"""Names of reward.verifier; reward/built_in.py builds them."""
 HYBRID = "hybrid"
 """Stands for the first of reward.hybrid that accepts a row; reward/hybrid.py has the rule."""
 
