@@ -16,6 +16,7 @@ import yaml
 from tests.rollout.chat_tokenizer import CHATML, SIZE, write_chat_tokenizer
 from tests.weights.tiny_hf import write_tiny_hf
 from vapo_megatron.cli import preflight, train
+from vapo_megatron.cli.checks import contents
 from vapo_megatron.cli.command import ProgressBar
 from vapo_megatron.cli.sampling import inputs as sampling_inputs
 from vapo_megatron.cli.sampling import samples
@@ -48,7 +49,7 @@ def good(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def no_progress(monkeypatch):
     """A slow machine has nothing else to say either."""
-    for module in (preflight, sampling_inputs):
+    for module in (contents, sampling_inputs):
         monkeypatch.setattr(module, "ProgressBar", partial(ProgressBar, after_seconds=3600))
 
 
@@ -102,8 +103,8 @@ def test_a_run_keeps_the_date_of_its_first_day(good, tmp_path, day, monkeypatch)
     assert fresh.date == LATER and "01 Mar 2024" in text_of(fresh.dataset)
     with pytest.raises(DataError, match="content of the data set"):
         fresh.dataset.load_state_dict(state["data"])
-    monkeypatch.setattr(preflight, "own_state", lambda _: {"run": state})
-    monkeypatch.setattr(preflight, "check_checkpoint", lambda *_: None)
+    monkeypatch.setattr(contents, "own_state", lambda _: {"run": state})
+    monkeypatch.setattr(contents, "check_checkpoint", lambda *_: None)
     again = preflight.check_inputs(config, None)
     assert again.date == FIRST and text_of(again.held_out) == text_of(inputs.held_out)
     again.dataset.load_state_dict(state["data"])

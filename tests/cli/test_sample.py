@@ -40,12 +40,12 @@ class LastEngine(Engine):
 
 def run(arguments):
     """(exit code, what is printed on each stream, what the engine was asked); a worker's."""
-    from vapo_megatron.cli.sampling import samples
+    from vapo_megatron.cli.sampling import engine
 
     dist.destroy_process_group()
     asked, out, err = [], io.StringIO(), io.StringIO()
     with (
-        mock.patch.object(samples, "build_engine", lambda *_: LastEngine(asked)),
+        mock.patch.object(engine, "build_engine", lambda *_: LastEngine(asked)),
         contextlib.redirect_stdout(out), contextlib.redirect_stderr(err),
     ):  # fmt: skip
         code = main(["sample", *arguments])

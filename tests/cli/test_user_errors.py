@@ -27,7 +27,7 @@ from tests.sealed import seal
 from tests.weights.tiny_hf import write_tiny_hf, write_tiny_reward_model
 from tests.workers import free_port
 from tools import convert_hf_to_megatron
-from vapo_megatron.cli import preflight
+from vapo_megatron.cli.checks import answers, contents
 from vapo_megatron.cli.command import ProgressBar
 from vapo_megatron.cli.evaluate import command as evaluate
 from vapo_megatron.cli.train import main
@@ -79,7 +79,8 @@ def place(good, tmp_path):
 @pytest.fixture(autouse=True)
 def no_progress(monkeypatch):
     """A slow machine has nothing else to say either."""
-    monkeypatch.setattr(preflight, "ProgressBar", partial(ProgressBar, after_seconds=3600))
+    for module in (answers, contents):
+        monkeypatch.setattr(module, "ProgressBar", partial(ProgressBar, after_seconds=3600))
 
 
 def append(name, text):
@@ -541,7 +542,7 @@ def test_a_launch_reads_the_first_ground_truths(place, before_torchrun, monkeypa
     arguments = ["--config", str(place / "config.yaml"), *overrides]
     assert before_torchrun(arguments) == 2
     assert words in capsys.readouterr().err
-    monkeypatch.setattr(preflight, "_FIRST_ANSWERS", 3)
+    monkeypatch.setattr(answers, "_FIRST_ANSWERS", 3)
     with pytest.raises(AssertionError, match="torchrun was reached"):
         before_torchrun(arguments)
 
@@ -587,9 +588,9 @@ def test_without_a_mistake_there_is_nothing_to_tell(place, before_torchrun, monk
 
 
 def test_a_long_check_shows_how_far_it_is(place, monkeypatch, capsys):
-    monkeypatch.setattr(
-        preflight, "ProgressBar", partial(ProgressBar, after_seconds=0, every_seconds=3600)
-    )
+    for module in (answers, contents):
+        always = partial(ProgressBar, after_seconds=0, every_seconds=3600)
+        monkeypatch.setattr(module, "ProgressBar", always)
     monkeypatch.setattr(checks, "_ROWS_AT_ONCE", 2)
     assert main(["--config", str(place / "config.yaml"), "--dry-run"]) == 0
     lines = [line.split(",")[0] for line in capsys.readouterr().err.splitlines()]

@@ -2,9 +2,9 @@
 
 import pytest
 
+from vapo_megatron.config import TimeoutsConfig
 from vapo_megatron.config.metrics import KINDS, METRICS, describe, emits, metric_by, named
 from vapo_megatron.config.phases import PHASES, TIMED
-from vapo_megatron.config.schema import TimeoutsConfig
 
 
 def test_an_unregistered_metric_fails_where_it_is_declared():

@@ -11,8 +11,9 @@ import pytest
 from vapo_megatron.config import RewardConfig
 from vapo_megatron.errors import UserError
 from vapo_megatron.reward.hybrid import choose, is_prose
+from vapo_megatron.reward.reward_model import reward_model_refusals
 from vapo_megatron.reward.verifier import Problem
-from vapo_megatron.reward.verifiers import Verifiers, reward_model_refusals
+from vapo_megatron.reward.verifiers import Verifiers
 
 OWN = "tests.reward.own_verifiers"
 REWARD = RewardConfig(

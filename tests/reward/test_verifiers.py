@@ -6,8 +6,10 @@ from tests.reward.own_verifiers import Contains
 from vapo_megatron.config import RewardConfig
 from vapo_megatron.config.reward import BUILT_IN_VERIFIERS
 from vapo_megatron.errors import ConfigError
+from vapo_megatron.reward.built_in import BUILT_IN
+from vapo_megatron.reward.reward_model import reward_model_refusals
 from vapo_megatron.reward.verifier import Problem
-from vapo_megatron.reward.verifiers import BUILT_IN, Verifiers, reward_model_refusals
+from vapo_megatron.reward.verifiers import Verifiers
 
 OWN = "tests.reward.own_verifiers"
 REWARD = RewardConfig(
@@ -61,7 +63,8 @@ def test_unusable_problems_are_named_with_what_is_wrong():
             1: "has the answer '???', which the verifier cannot parse",
             2: "is refused by the verifier strict: has no ground truth",
             4: "has the verifier 'magic', which is none of math, exact, code, "
-            "reasoning_gym, judge, pairwise, reward_model, loose, strict, sums, hybrid",
+            "reasoning_gym, judge, pairwise, reward_model, environment, loose, strict, sums, "
+            "hybrid",
             5: "has no ground truth",
         }
 

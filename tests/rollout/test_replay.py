@@ -22,7 +22,7 @@ from tests.dumped import GROUP_SIZE, MODEL, NUM_RESPONSES, config, dump, rollout
 from tests.run.checkpoint.test_writer import limited
 from tests.weights.tiny_hf import write_tiny_hf
 from tests.whole_run import trainer
-from vapo_megatron.cli.preflight import require_paths
+from vapo_megatron.cli.checks.paths import require_paths
 from vapo_megatron.errors import ConfigError, DataError, UserError
 from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.parallel import groups

@@ -16,8 +16,8 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
+from vapo_megatron.cli.checks.paths import require_paths
 from vapo_megatron.cli.command import Parser, is_first_rank, run, under_torchrun
-from vapo_megatron.cli.preflight import require_paths
 from vapo_megatron.cli.torchrun import execute, torchrun_command
 from vapo_megatron.config import load_config
 from vapo_megatron.errors import ConfigError

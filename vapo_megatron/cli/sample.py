@@ -81,7 +81,7 @@ def _rollouts(
 ) -> list[Rollout]:
     """Sample in order; on the first rank, none elsewhere. Collective."""
     from vapo_megatron.algorithm.group_sampling import repeat_for_group
-    from vapo_megatron.cli.sampling.samples import VERSION, build_engine, distributed
+    from vapo_megatron.cli.sampling.engine import VERSION, build_engine, distributed
     from vapo_megatron.rollout.evaluation.judging import sampling_settings
     from vapo_megatron.rollout.work import generate
 

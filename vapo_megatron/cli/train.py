@@ -19,13 +19,9 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from vapo_megatron.cli.checks.sizes import check_published, is_published
 from vapo_megatron.cli.command import Parser, is_first_rank
-from vapo_megatron.cli.preflight import (
-    check_published,
-    check_rank,
-    check_run,
-    is_published,
-)
+from vapo_megatron.cli.preflight import check_rank, check_run
 from vapo_megatron.cli.torchrun import execute, torchrun_command
 from vapo_megatron.config import VapoConfig, describe_fields, load_config, recipe_names
 from vapo_megatron.config.vllm_args import advice
@@ -36,7 +32,8 @@ from vapo_megatron.parallel.health import early_stop
 from vapo_megatron.parallel.health.processes import end_now
 
 SERVED = (
-    "model", "parallel", "rollout", "algorithm", "reward", "evaluation", "logging", "timeouts",
+    "model", "parallel", "rollout", "algorithm", "reward", "environment", "evaluation", "logging",
+    "timeouts",
 )  # fmt: skip
 """Sections that a process that only samples needs."""
 

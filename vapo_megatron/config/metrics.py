@@ -89,6 +89,22 @@ METRICS: dict[str, Metric] = {
     "rollout/response_length_mean": Metric("tokens", "Mean response length, stop token included."),
     "rollout/response_length_max": Metric("tokens", "Longest response."),
     "rollout/truncated_fraction": Metric("", "Fraction truncated by a length limit."),
+    "rollout/turns_mean": Metric("", "With an environment: actions of an episode."),
+    "rollout/observation_tokens_mean": Metric(
+        "tokens", "With an environment: tokens of an episode's observations, template included."
+    ),
+    "rollout/turn_reward_mean": Metric(
+        "", "With an environment: mean reward of a turn, without the verdict's."
+    ),
+    "rollout/environment_failed_fraction": Metric(
+        "", "Fraction of episodes that ended because the environment failed."
+    ),
+    "rollout/cut_by_turns_fraction": Metric(
+        "", "Fraction of episodes that environment.max_turns cut."
+    ),
+    "rollout/cut_by_action_fraction": Metric(
+        "", "Fraction of episodes that environment.max_action_tokens cut."
+    ),
     "rollout/sampling_rounds": Metric("", "Dynamic sampling: sampling rounds of the step."),
     "rollout/groups_sampled": Metric("", "Groups sampled in all rounds, kept or dropped."),
     "rollout/groups_dropped_all_correct": Metric("", "Groups dropped: all responses correct."),
@@ -219,6 +235,14 @@ METRICS: dict[str, Metric] = {
     "evaluation/truncated_fraction": Metric("", "Fraction of responses truncated in evaluation."),
     "time/*_seconds": Metric("s", "Time in one phase of the step, on rank 0."),
     "time/step_seconds": Metric("s", "Time of the whole step."),
+    "time/environment_seconds": Metric(
+        "s", "Time that an episode's calls of its environment took, mean over episodes."
+    ),
+    "time/environment_waiting_seconds": Metric(
+        "s",
+        "Time of the generation in which an engine sampled nothing and waited for its environment, "
+        "the longest of all engines.",
+    ),
     "time/trainer_idle_seconds": Metric(
         "s", "Disaggregated: time that the trainers waited for the step's responses."
     ),

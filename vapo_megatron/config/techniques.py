@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from vapo_megatron.config.schema import AlgorithmConfig, ModelConfig
+from vapo_megatron.config.algorithm import AlgorithmConfig
+from vapo_megatron.config.model import ModelConfig
 
 Settings = Mapping[str, Any]
 """Every field of `model` and `algorithm`."""

@@ -15,13 +15,10 @@ from vapo_megatron.data.prompts import PromptDataset
 from vapo_megatron.data.rollout import STATUSES, Prompt, ScoredRollout
 from vapo_megatron.errors import ConfigError, UserError, tell
 from vapo_megatron.parallel.reduce import any_rank, gather_objects
+from vapo_megatron.reward.reward_model import check_reward_model_judges, reward_model_refusals
 from vapo_megatron.reward.usable import settle
 from vapo_megatron.reward.verifier import RunningVerifier
-from vapo_megatron.reward.verifiers import (
-    Verifiers,
-    check_reward_model_judges,
-    reward_model_refusals,
-)
+from vapo_megatron.reward.verifiers import Verifiers
 
 
 class VerdictsFailed(UserError):

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from vapo_megatron.config.reward import HYBRID, REWARD_MODEL
 from vapo_megatron.data.problems import Problem
 from vapo_megatron.errors import ConfigError
-from vapo_megatron.reward.code_verifier import CodeVerifier, longest_seconds
-from vapo_megatron.reward.exact_verifier import ExactVerifier
-from vapo_megatron.reward.gym import check_installed
-from vapo_megatron.reward.gym_verifier import ReasoningGymVerifier
+from vapo_megatron.reward.built_in import build
 from vapo_megatron.reward.hybrid import choose
 from vapo_megatron.reward.isolated import IsolatedVerifier
-from vapo_megatron.reward.judge import Judge, Pairwise
-from vapo_megatron.reward.math_verifier import MathVerifier
-from vapo_megatron.reward.reward_model import RewardModelVerifier
-from vapo_megatron.reward.shaping import full_score, scored_verdict
+from vapo_megatron.reward.shaping import scored_verdict
 from vapo_megatron.reward.trial import failed_trial, rows_to_try
 from vapo_megatron.reward.verifier import RunningVerifier, Verdict
 
@@ -27,51 +20,6 @@ if TYPE_CHECKING:
     from vapo_megatron.config import RewardConfig
 
 T = TypeVar("T")
-
-
-BUILT_IN: dict[str, type | None] = {
-    "math": None,
-    "exact": ExactVerifier,
-    "code": CodeVerifier,
-    "reasoning_gym": ReasoningGymVerifier,
-    "judge": Judge,
-    "pairwise": Pairwise,
-    REWARD_MODEL: None,
-}
-"""Name -> what takes the options of its section; None: it has none."""
-
-
-def reward_model_refusals(*, has_reward_model: bool) -> tuple[str | None, str | None]:
-    """Return why the reward model judges no (training, held-out) row; None: it does."""
-    return (
-        None if has_reward_model else f"is judged by {REWARD_MODEL}, but model.reward_hf_path=null",
-        f"is judged by {REWARD_MODEL}, which scores training responses only: an evaluation needs "
-        "another verifier, in the row's column `verifier`",
-    )
-
-
-def check_reward_model_judges(
-    reward: RewardConfig, rows: Sequence[Problem], path: str, reward_hf_path: str | None
-) -> None:
-    """Refuse a reward model that would judge nothing.
-
-    Args:
-        reward: of the configuration.
-        rows: of the training data; hybrid may give a row to any that it chooses among.
-        path: of the data.
-        reward_hf_path: of the model; None: there is none.
-
-    Raises:
-        ConfigError: names model.reward_hf_path.
-    """
-    names = {row.verifier or reward.verifier for row in rows}
-    able = {*names, *(reward.hybrid if HYBRID in names else ())}
-    if reward_hf_path is not None and not any(reward.use_of(n) == REWARD_MODEL for n in able):
-        raise ConfigError(
-            f"model.reward_hf_path={reward_hf_path} would score nothing: all rows of {path} are "
-            f"judged by {', '.join(sorted(names))}; set reward.verifier={REWARD_MODEL} or a row's "
-            "column `verifier`, or reward_hf_path=null"
-        )
 
 
 def default_name(reward: RewardConfig, verifier: object | None = None) -> str:
@@ -260,59 +208,6 @@ class Verifiers:
         if name is None and self._default is None:
             name = self._reward.verifier
         if name not in self._running:
-            self._running[name] = self._build(name)
+            assert name != HYBRID, "its rows name the verifiers that were chosen"
+            self._running[name] = build(name, self._reward, self._default)
         return self._running[name]
-
-    def _build(self, name: str | None) -> RunningVerifier:
-        assert name != HYBRID, "its rows name the verifiers that were chosen"
-        if name is None:
-            return self._own("given to VapoTrainer", self._default, {}, self._reward.verifier)
-        options = dict(self._reward.verifiers.get(name, {}))
-        use = options.pop("use", name)
-        if use not in BUILT_IN:
-            return self._own(name, use, options, name)
-        kind = BUILT_IN[use]
-        known = inspect.signature(kind or object).parameters
-        for option in options:
-            if option not in known:
-                raise ConfigError(
-                    f"reward.verifiers.{name}.{option} is no option of {use}, which has "
-                    f"{', '.join(known) or 'none'}; remove it"
-                )
-        for parameter in known.values():
-            if parameter.default is parameter.empty and parameter.name not in options:
-                raise ConfigError(f"reward.verifiers.{name}.{parameter.name} is required; set it")
-        reward = self._reward
-        if use == "math":
-            return MathVerifier(reward.num_workers, reward.timeout_seconds)
-        if kind is None:
-            return RewardModelVerifier()
-        if issubclass(kind, Judge):
-            return kind(**options)
-        if kind is ReasoningGymVerifier:
-            check_installed(f"the verifier {name}")
-        seconds = longest_seconds(options) if use == "code" else reward.timeout_seconds
-        return self._isolated(use, f"{kind.__module__}:{kind.__name__}", options, seconds)
-
-    def _own(
-        self, name: str, verifier: object, options: dict[str, Any], label: str
-    ) -> RunningVerifier:
-        """label: for reward.scales."""
-        seconds, full = self._reward.timeout_seconds, full_score(self._reward, label)
-        return self._isolated(name, verifier, options, seconds, full)
-
-    def _isolated(
-        self,
-        name: str,
-        verifier: object,
-        options: dict[str, Any],
-        seconds: float,
-        full_score: float | None = None,
-    ) -> RunningVerifier:
-        return IsolatedVerifier(
-            name, verifier, options,
-            num_workers=self._reward.num_workers,
-            timeout_seconds=seconds,
-            memory_bytes=int(self._reward.memory_gb * 1e9),
-            full_score=full_score,
-        )  # fmt: skip

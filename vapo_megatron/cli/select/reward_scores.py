@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from vapo_megatron.cli.checks.weights import check_reward_model
 from vapo_megatron.cli.command import ProgressBar
-from vapo_megatron.cli.preflight import check_reward_model
 from vapo_megatron.cli.sampling.inputs import Evaluation
 from vapo_megatron.config import RewardConfig, VapoConfig
 from vapo_megatron.config.missing import missing_model

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from vapo_megatron.config import (
     AlgorithmConfig,
+    EnvironmentConfig,
     EvaluationConfig,
     LoggingConfig,
     ModelConfig,
@@ -69,6 +70,8 @@ class HandedOver(NamedTuple):
     """When it sampled and judged what, since the latest step."""
     own: Sums
     """Of the verifiers' own metrics."""
+    waited: float | None
+    """Seconds in which it waited for its environment; None: there is none."""
 
 
 class Sampled(NamedTuple):
@@ -93,6 +96,7 @@ class Server:
         rollout: RolloutConfig,
         algorithm: AlgorithmConfig,
         reward: RewardConfig,
+        environment: EnvironmentConfig,
         evaluation: EvaluationConfig,
         logging: LoggingConfig,
         timeouts: TimeoutsConfig,
@@ -103,8 +107,8 @@ class Server:
         Args:
             inputs: from read_inputs.
             needed: bytes of host memory of this process by purpose, as of the trainers.
-            seed, model, parallel, rollout, algorithm, reward, evaluation, logging, timeouts: of the
-                run, with rollout.placement=disaggregated.
+            seed, model, parallel, rollout, algorithm, reward, environment, evaluation, logging,
+                timeouts: of the run, with rollout.placement=disaggregated.
             verifier: see StepTrainer.
         """
         self._rollout, self._algorithm, self._logging = rollout, algorithm, logging
@@ -125,7 +129,8 @@ class Server:
         with self.watchdog.reporting():
             self._sampling = Sampling(
                 inputs, None, model=model, rollout=rollout, algorithm=algorithm, reward=reward,
-                evaluation=evaluation, logging=logging, seed=seed, offload=False, verifier=verifier,
+                environment=environment, evaluation=evaluation, logging=logging, seed=seed,
+                offload=False, verifier=verifier,
             )  # fmt: skip
             self._engine = self._sampling.engine
             remedies = ["a smaller rollout.lag"] * (rollout.lag > 0)
@@ -277,7 +282,9 @@ class Server:
         """Send a step's responses to the ranks that train on them."""
         group, (scored, num_prompts) = self._worlds.group, self._finished[step]
         tokens, own = tokens_by_version(scored), sums_of(scored)
-        gather_objects(HandedOver(tokens, num_prompts, self._idle_seconds, self._spans, own), group)
+        waited = self._sampling.take_idle_seconds()
+        told = HandedOver(tokens, num_prompts, self._idle_seconds, self._spans, own, waited)
+        gather_objects(told, group)
         self._idle_seconds, self._spans = 0.0, []
         most = self._logging.rollout_groups * self._algorithm.group_size
         send_object(scored[:most], self._worlds.num_trainers, 0, group)

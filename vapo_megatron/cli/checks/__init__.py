@@ -1,0 +1,1 @@
+"""What preflight.py checks, one subject a file."""

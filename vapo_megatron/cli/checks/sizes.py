@@ -1,0 +1,41 @@
+"""Checks before the start: what a model's sizes decide."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from vapo_megatron.config import VapoConfig
+from vapo_megatron.config.missing import hub_id
+from vapo_megatron.models.hf_config import ModelShape, check_layout
+from vapo_megatron.models.known import KNOWN_MODELS, known_shape
+from vapo_megatron.planning.misfits import check_fits
+from vapo_megatron.rollout.requests import max_model_len
+
+
+def check_sizes(config: VapoConfig, shape: ModelShape) -> None:
+    """Refuse a layout or lengths that the model does not have; ConfigError names the fields."""
+    check_layout(shape, config.parallel)
+    max_model_len(shape, config.rollout)
+
+
+def check_memory(config: VapoConfig, shape: ModelShape) -> None:
+    """Refuse what cannot fit into this process's GPU; without a GPU nothing is checked."""
+    import torch  # Late, since the other checks need none.
+
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0")))
+        check_fits(config, shape, gpu.total_memory)
+
+
+def is_published(config: VapoConfig) -> bool:
+    """Is the model a published one that is not on this machine? It is planned without files."""
+    path = config.model.hf_path
+    if path is None or os.path.exists(path) or hub_id(path) is not None:
+        return False
+    return Path(path).name in KNOWN_MODELS
+
+
+def check_published(config: VapoConfig) -> None:
+    """Check what a published model's sizes decide, without its files. Raises ConfigError."""
+    check_sizes(config, known_shape(Path(str(config.model.hf_path)).name))
