@@ -4,14 +4,17 @@ Not exercised: all that a program may try (tests/reward/test_hostile_programs.py
 sandbox); a container that lets root change to no other user.
 """
 
+import contextlib
 import os
 import textwrap
+import time
 
+import psutil
 import pytest
 
-from tests.environments.playing import answers
+from tests.environments.playing import answers, closed
 from tests.reward.hostile_programs import ATTEMPT, ATTEMPTS, SEARCH, SEARCHES
-from tests.sandbox.marked import gone
+from tests.sandbox import limits
 from vapo_megatron.environments.play import Play
 from vapo_megatron.environments.python_tool import PythonTool
 from vapo_megatron.environments.tool_calls import Call
@@ -56,11 +59,48 @@ def episode():
         return message["content"]
 
     yield printed
-    # Nothing runs of a program that has been shown.
-    left = gone(MARK, but=2)
+    # Nothing runs of a program that has been shown, nor of its sandbox.
+    left = sandboxes()
     playing.close()
     del os.environ[MARK]
-    assert left
+    assert left == []
+
+
+def sandboxes():
+    """Return the sandboxes' processes below this one, and those that nobody waits for."""
+    below = psutil.Process().children(recursive=True)
+    orphans = [p for p in psutil.process_iter() if p.ppid() == 1]
+    found = []
+    for process in (*below, *orphans):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if any("sandbox/template.py" in part for part in process.cmdline()):
+                found.append(process)
+    return found
+
+
+def test_a_program_that_outlives_the_call_ends_with_its_episode(monkeypatch):
+    limits.limit(monkeypatch, 3.0, "sleep")
+    options = {"tools": ["python"], "parser": f"{__name__}:programs"}
+    playing = Play(
+        "tools", "vapo_megatron.environments.tools:Tools", options, at_once=1, timeout_seconds=60.0,
+        memory_bytes=10**9,
+    )  # fmt: skip
+    try:
+        playing.begin("a", Problem(""), 0)
+        answers(playing, "a")
+        playing.act("a", "import time; time.sleep(60)")
+        seen = []
+        while not (found := playing.answers(0.1)):
+            seen += sandboxes()
+        assert found[0][1].failed and found[0][1].note == "more than 60 seconds"
+        assert seen
+        assert closed(playing)
+        end = time.monotonic() + 30
+        while sandboxes() and time.monotonic() < end:
+            time.sleep(0.1)
+        assert sandboxes() == []
+    finally:
+        playing.close()
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,11 @@ class Sandbox:
             self._process = self._socket = None
 
     def __enter__(self) -> Self:
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
