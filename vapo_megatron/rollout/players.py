@@ -48,6 +48,7 @@ class EnvironmentPlayers:
     ) -> None:
         self._play, self._tokenizer, self._reward = play, inputs.tokenizer, reward
         self._tokens = TurnTokens(inputs.tokenizer, inputs.stop_token_ids, inputs.date)
+        self.end_of_turn = self._tokens.end_of_turn
         self._max_prompt_tokens = max_prompt_tokens
         self._max_observation_tokens = max_observation_tokens
         self._asked = dict[int, Rollout]()

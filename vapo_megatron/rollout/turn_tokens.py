@@ -57,6 +57,8 @@ class TurnTokens:
         added = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
         self._added = re.compile("|".join(map(re.escape, added))) if added else None
         self._stops = tokenizer.convert_ids_to_tokens(list(stop_token_ids))
+        self.end_of_turn = stop_token_ids[0]
+        """The stop token that the template writes behind an assistant's message."""
         if self._template is not None:
             self._check()
 
@@ -124,6 +126,7 @@ class TurnTokens:
                     f"{tail[:20]!r}, which begins with no stop token ({', '.join(self._stops)}); "
                     "add the token that ends a turn to rollout.stop_token_ids"
                 )
+            (self.end_of_turn, *_) = self._encoded(tail)
 
     def _tail(self, history: Sequence[Message], mark: str, messages: Sequence[Message]) -> str:
         """Return the text behind an assistant's message, the end of its turn included."""

@@ -1,12 +1,12 @@
 """Turns with luck: an environment in which small choices and luck over many turns make one outcome.
 
     prompt        Q
-    observation   J3b             19 turns left after this one, 3 successes so far, a situation
-    action        x!#$%           a choice and four tokens that decide nothing, then the stop token
+    observation   A3b        10 turns left after this one, 3 successes so far, a situation
+    action        x!#$       a choice and three tokens that decide nothing, then the stop token
 
 There are 60 situations. In each of them one of the choices x and y succeeds with probability .85,
-the other with .15; which one, only experience tells. An episode has 20 turns, and is correct with
-13 successes. The rewards of a group of responses differ by luck above all, which a group's mean
+the other with .15; which one, only experience tells. An episode has 16 turns, and is correct with
+10 successes. The rewards of a group of responses differ by luck above all, which a group's mean
 cannot know; V of turn and successes can.
 
 `python examples/tiny/turns/luck.py --out DIR` writes DIR/train.jsonl and DIR/test.jsonl, whose
@@ -23,15 +23,15 @@ from pathlib import Path
 
 from vapo_megatron.environments import Step
 
-TURNS, GOAL = 20, 13
+TURNS, GOAL = 16, 10
 GOOD, BAD = 0.85, 0.15
 """Probabilities of a success."""
 CHOICES = "xy"
 FILLER = "!#$%&()<"
-NUM_FILLERS = 4
+NUM_FILLERS = 3
 PROMPT = "Q"
-COUNTS = "0123456789ABCDEFGHIJK"
-"""0 to 20, in a character each: the tokenizer has bytes."""
+COUNTS = "0123456789ABCDEFG"
+"""0 to 16, in a character each: the tokenizer has bytes."""
 SITUATIONS = "LMNOPRSTUVWXYZabcdefghijklmnopqrstuvwz*+,-./:;=>?@[]^_`{|}~'"
 CHARACTERS = PROMPT + COUNTS + SITUATIONS + CHOICES + FILLER
 

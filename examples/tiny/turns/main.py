@@ -26,15 +26,24 @@ from turns.train import FILE
 from vapo_megatron.data.storage import replace_file
 from vapo_megatron.run.directory import read_rows
 
+STEPS, PER_STEP, READ = 30, 64, 1024
+"""Policy steps, their responses, and responses that the critic has read before. Arms without one
+train on as many more, so that all have the same number."""
 IN_TOKENS = "algorithm.gae_unit=token"
 ARMS = {
     "vapo": VAPO,
     "lambda_1": Arm("with lambda 1", changes=("algorithm.lambda_actor=1.0",)),
     "token": Arm("with GAE over tokens", changes=(IN_TOKENS,)),
-    "token_95": Arm("and lambda .95", changes=(IN_TOKENS, "algorithm.lambda_actor=0.95")),
-    "ppo": Arm("vanilla PPO", changes=(NO_VALUE_CHECKPOINT, IN_TOKENS), recipe="ppo"),
-    "dapo": Arm("DAPO", changes=(NO_VALUE_CHECKPOINT, IN_TOKENS), recipe="dapo"),
-    "grpo": Arm("GRPO", changes=(NO_VALUE_CHECKPOINT, IN_TOKENS), recipe="grpo"),
+    **{
+        recipe: Arm(
+            title,
+            "",
+            (NO_VALUE_CHECKPOINT, IN_TOKENS),
+            recipe,
+            policy_steps=STEPS + READ // PER_STEP,
+        )
+        for recipe, title in (("ppo", "vanilla PPO"), ("dapo", "DAPO"), ("grpo", "GRPO"))
+    },
 }
 TABLE = Table(
     "luck",
@@ -43,13 +52,13 @@ TABLE = Table(
     has_reward_model=False,
     # One step: all responses are there to be read several times.
     value_steps=1,
-    value_changes=("algorithm.responses_per_step=512", "algorithm.critic_updates_per_step=12"),
+    value_changes=(f"algorithm.responses_per_step={READ}", "algorithm.critic_updates_per_step=5"),
     base_sources=("turns/base.py", "make_tokenizer.py", "making.py", "turns/luck.py"),
     base_seconds=100.0,
     data_sources=("turns/luck.py",),
     trainer=("turns/train.py", "turns/luck.py"),
 )
-TURNS = (1, 5, 10, 15, 20)
+TURNS = (1, 4, 8, 12, 16)
 Result = Mapping[str, Any]
 """metrics and credit: rows of the files of a run."""
 
@@ -115,11 +124,16 @@ def columns(runs: Runs) -> dict[str, Cell]:
         return lambda result: dict(accuracies(result["metrics"]))[step]
 
     found = {f"after {step:g} steps" if step else "before": tables.mean(at(step)) for step in steps}
-    found["each seed"] = tables.each(at(steps[-1]))
-    found["less the first arm"] = tables.difference(at(steps[-1]))
+    found["in the end"] = tables.mean(_last)
+    found["each seed"] = tables.each(_last)
+    found["less the first arm"] = tables.difference(_last)
     found["good choices"] = tables.mean(lambda r: r["credit"][-1]["good_choices"])
     found["correlation"] = tables.mean(lambda r: _mean(r["credit"][:10], "correlation"), ".2f")
     return found
+
+
+def _last(result: Result) -> float:
+    return accuracies(result["metrics"])[-1][1]
 
 
 def by_turn() -> dict[str, Cell]:

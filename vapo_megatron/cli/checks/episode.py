@@ -52,8 +52,8 @@ def try_episode(config: VapoConfig, inputs: Inputs) -> list[str]:
                 f"the environment cannot begin the first prompt's episode: {why}; correct it"
             )
         assert begun.prompt is not None, "it begins with its prompt"
-        stop = inputs.stop_token_ids[0]
-        ids = array("i", [*inputs.tokenizer.encode(_ACTION, add_special_tokens=False), stop])
+        action = inputs.tokenizer.encode(_ACTION, add_special_tokens=False)
+        ids = array("i", [*action, players.end_of_turn])
         played = dataclasses.replace(rollout, prompt=begun.prompt, token_ids=ids)
         return _shown(inputs, played, _asked(players, played, seconds))
     finally:
