@@ -13,7 +13,7 @@ import pytest
 from tests.planning.shapes import LAYER, VOCABULARY, changed, make_config
 from vapo_megatron.models.known import known_shape
 from vapo_megatron.parallel import score_chunks
-from vapo_megatron.planning import activations, memory, model_bytes, plan
+from vapo_megatron.planning import logprobs, memory, model_bytes, plan
 from vapo_megatron.planning.host_memory import host_bytes_per_node
 from vapo_megatron.planning.memory import checkpoint_bytes
 
@@ -286,7 +286,7 @@ def test_checkpoint_of_32b(shape):
 
 def test_constants_are_those_of_the_files_that_load_torch():
     for name in ("CPU_CHUNK_BYTES", "GPU_CHUNK_BYTES", "GPU_CHUNK_ROWS", "SLAB_BYTES"):
-        assert getattr(activations, name) == getattr(score_chunks, name)
+        assert getattr(logprobs, name) == getattr(score_chunks, name)
 
 
 def test_plans_start_without_torch():

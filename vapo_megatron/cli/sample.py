@@ -63,7 +63,7 @@ def _sample(options: argparse.Namespace, worker: Sequence[str]) -> str | None:
     prompts = evaluation.dataset.problems[: options.problems]
     rollouts = _rollouts(evaluation, config, prompts)
     texts = decode_responses(evaluation.inputs.tokenizer, [r.token_ids for r in rollouts])
-    return "\n".join(_shown(rollouts, texts)) if rollouts else None
+    return "\n".join(_lines(rollouts, texts)) if rollouts else None
 
 
 def _row(prompt: str, checkpoint: Path, *, is_plain: bool) -> str:
@@ -94,7 +94,7 @@ def _rollouts(
         return generate(engine, asked, [samples] * len(prompts), 0, settings, VERSION)
 
 
-def _shown(rollouts: Iterable[Rollout], texts: Iterable[str]) -> Iterable[str]:
+def _lines(rollouts: Iterable[Rollout], texts: Iterable[str]) -> Iterable[str]:
     """Yield each prompt once, and its responses."""
     for rollout, text in zip(rollouts, texts, strict=True):
         if rollout.sample == 0:

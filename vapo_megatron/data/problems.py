@@ -89,6 +89,7 @@ def load_problems(
     try:
         # The row loses prompt and answer and stays as the problem's metadata.
         for where, row in _rows(path, columns):
+            # First, since its column may be the prompt's, which the row loses.
             critic_prompt = None
             if critic_prompt_column is not None:
                 critic_prompt = _prompt(row, critic_prompt_column, where, render)

@@ -190,6 +190,7 @@ def build_model(
         settings.init_model_with_meta_device = True
 
     frequencies = rope_frequencies(shape)
+    # Transformer Engine exchanges keys and values of context-parallel ranks itself.
     shards = None if transformer_engine else _context_shards(shape, settings.params_dtype, ranks)
 
     def build_chunk(stage: int) -> GPTModel:

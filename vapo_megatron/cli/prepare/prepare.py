@@ -362,8 +362,8 @@ def _rendered(
 def _as_read(tokenizer: Any, prompt: str) -> str:
     """Decode a prompt's ids, so that what the tokenizer adds or changes is seen; cut if long."""
     ids = without_second_begin(tokenizer.encode(prompt), begin_of(tokenizer))
-    shown: str = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-    return shown if len(shown) <= 800 else f"{shown[:500]} [...] {shown[-250:]}"
+    text: str = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    return text if len(text) <= 800 else f"{text[:500]} [...] {text[-250:]}"
 
 
 def _chunks(title: str, kept: list[_Kept], size: int = _CHUNK) -> Iterator[tuple[int, list[_Kept]]]:

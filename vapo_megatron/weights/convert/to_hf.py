@@ -22,6 +22,7 @@ from vapo_megatron.weights.convert.sharded_tensors import (
 )
 from vapo_megatron.weights.convert.team import OnProgress, Team
 from vapo_megatron.weights.copying import Blocks, row_blocks, write_exactly
+from vapo_megatron.weights.expected import compare_tensors
 from vapo_megatron.weights.hf_directory import (
     CONVERSION_FILE,
     MAX_FILE_BYTES,
@@ -36,7 +37,7 @@ from vapo_megatron.weights.hf_directory import (
     safetensors_header,
     write_index,
 )
-from vapo_megatron.weights.hf_reader import DTYPES, compare_tensors
+from vapo_megatron.weights.hf_reader import DTYPES
 from vapo_megatron.weights.table import EMBEDDING, OUTPUT, VALUE_HEAD_BIAS
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ def convert_to_hf(
         if class_name.endswith("TokenClassification"):
             plan = TensorPlan(VALUE_HEAD_BIAS, (1,), reader.dtype(_HEAD_KEY))
             items.append(_Item(plan, None))
+    # The original had an output matrix of its own beside the tied embedding; write it again.
     if info.get("tied_output"):
         (embedding,) = [i for i in items if i.plan.name == EMBEDDING]
         plan = dataclasses.replace(embedding.plan, name=OUTPUT)
