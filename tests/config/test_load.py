@@ -299,7 +299,8 @@ data.sources.math.path=math.jsonl  data.sources.math.schedule=[[5, 1], [5, 0]]
 data.sources.math.path=math.jsonl  data.sources.math.schedule=[[0, -1]]
     none below 0, each with more
 data.sources.math.path=math.jsonl  data.sources.math.verifier=mth
-    data.sources.math.verifier=mth must be one of code, exact, hybrid, judge, math, pairwise,
+    data.sources.math.verifier=mth must be one of code, environment, exact, hybrid, judge, math,
+    pairwise,
     reward_model; change it, or add it to reward.verifiers
 evaluation.path=t.jsonl  evaluation.sources.aime.path=a.jsonl
     evaluation.path=t.jsonl must not be combined with evaluation.sources, which has aime; set
@@ -396,6 +397,16 @@ algorithm.responses_per_step=32  algorithm.group_size=16  algorithm.mini_batch_s
 algorithm.responses_per_step=32  algorithm.group_size=16  rollout.shared_queue=true
   rollout.max_num_sequences=8
     needs rollout.max_num_sequences=8 of at least algorithm.group_size=16: engines take whole
+environment.use=a:B  environment.tools=[python]
+    environment.use=a:B must not be combined with environment.tools=['python'] | set use=null
+environment.options.a=1
+    environment.options={'a': 1} needs environment.use or environment.tools
+reward.verifier=environment
+    reward.verifier=environment needs environment.use | found null | set it
+environment.use=a:B
+    environment.use=a:B needs a verifier to be chosen | reward.verifier=environment
+environment.use=a:B  reward.verifier=environment  rollout.carry_over_groups=1
+    rollout.carry_over_groups must be 0 with an environment | found 1 | set it to 0
 """
 """Overrides at the margin, two blanks between them; below, the parts of the error's line."""
 

@@ -63,7 +63,8 @@ def test_unusable_problems_are_named_with_what_is_wrong():
             1: "has the answer '???', which the verifier cannot parse",
             2: "is refused by the verifier strict: has no ground truth",
             4: "has the verifier 'magic', which is none of math, exact, code, "
-            "reasoning_gym, judge, pairwise, reward_model, loose, strict, sums, hybrid",
+            "reasoning_gym, judge, pairwise, reward_model, environment, loose, strict, sums, "
+            "hybrid",
             5: "has no ground truth",
         }
 

@@ -83,7 +83,8 @@ def sampling(settings, make_engine):
     with without_vllm(make_engine):
         source = Sampling(
             inputs, place, model=c.model, rollout=c.rollout, algorithm=c.algorithm,
-            reward=c.reward, evaluation=c.evaluation, logging=c.logging, seed=c.seed, offload=False,
+            reward=c.reward, environment=c.environment, evaluation=c.evaluation,
+            logging=c.logging, seed=c.seed, offload=False,
         )  # fmt: skip
     return source, place
 

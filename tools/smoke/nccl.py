@@ -37,10 +37,10 @@ from tools.smoke.report import Row, judged, skipped
 from tools.smoke.sampler import (
     against_trainer,
     build_engine,
+    fill_weights_with_nan,
     missing_vllm,
     sample,
     sampling_config,
-    fill_weights_with_nan,
 )
 from tools.smoke.sizes import Sizes
 from vapo_megatron.config.phases import Role

@@ -32,7 +32,8 @@ from vapo_megatron.parallel.health import early_stop
 from vapo_megatron.parallel.health.processes import end_now
 
 SERVED = (
-    "model", "parallel", "rollout", "algorithm", "reward", "evaluation", "logging", "timeouts",
+    "model", "parallel", "rollout", "algorithm", "reward", "environment", "evaluation", "logging",
+    "timeouts",
 )  # fmt: skip
 """Sections that a process that only samples needs."""
 

@@ -2,6 +2,7 @@
 
 from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.config.data import DataConfig, FileConfig, SourceConfig
+from vapo_megatron.config.environment import EnvironmentConfig
 from vapo_megatron.config.help import describe_fields
 from vapo_megatron.config.load import load_config, read_config, recipe_names
 from vapo_megatron.config.model import ModelConfig
@@ -24,6 +25,7 @@ __all__ = [
     "CheckpointConfig",
     "ConfigError",
     "DataConfig",
+    "EnvironmentConfig",
     "EvaluationConfig",
     "FileConfig",
     "LoggingConfig",

@@ -89,6 +89,30 @@ METRICS: dict[str, Metric] = {
     "rollout/response_length_mean": Metric("tokens", "Mean response length, stop token included."),
     "rollout/response_length_max": Metric("tokens", "Longest response."),
     "rollout/truncated_fraction": Metric("", "Fraction truncated by a length limit."),
+    "rollout/turns_mean": Metric("", "With an environment: actions of an episode."),
+    "rollout/observation_tokens_mean": Metric(
+        "tokens", "With an environment: tokens of an episode's observations, template included."
+    ),
+    "rollout/turn_reward_mean": Metric(
+        "", "With an environment: mean reward of a turn, without the verdict's."
+    ),
+    "rollout/environment_failed_fraction": Metric(
+        "", "Fraction of episodes that ended because the environment failed."
+    ),
+    "rollout/environment_seconds_mean": Metric(
+        "s", "Time that the environment's calls took of an episode."
+    ),
+    "rollout/cut_by_turns_fraction": Metric(
+        "", "Fraction of episodes that environment.max_turns cut."
+    ),
+    "rollout/cut_by_action_fraction": Metric(
+        "", "Fraction of episodes that environment.max_action_tokens cut."
+    ),
+    "rollout/environment_waiting_share": Metric(
+        "",
+        "Share of the sampling time in which a replica sampled nothing and waited for its "
+        "environment, mean over replicas.",
+    ),
     "rollout/sampling_rounds": Metric("", "Dynamic sampling: sampling rounds of the step."),
     "rollout/groups_sampled": Metric("", "Groups sampled in all rounds, kept or dropped."),
     "rollout/groups_dropped_all_correct": Metric("", "Groups dropped: all responses correct."),

@@ -11,7 +11,11 @@ from vapo_megatron.config.section import Section
 from vapo_megatron.config.section import field as _field
 
 REWARD_MODEL = "reward_model"
-BUILT_IN_VERIFIERS = ("math", "exact", "code", "reasoning_gym", "judge", "pairwise", REWARD_MODEL)
+ENVIRONMENT = "environment"
+"""The verdicts and rewards of the section environment are all there is."""
+BUILT_IN_VERIFIERS = (
+    "math", "exact", "code", "reasoning_gym", "judge", "pairwise", REWARD_MODEL, ENVIRONMENT,
+)  # fmt: skip
 """Names of reward.verifier; reward/built_in.py builds them."""
 HYBRID = "hybrid"
 """Stands for the first of reward.hybrid that accepts a row; reward/hybrid.py has the rule."""

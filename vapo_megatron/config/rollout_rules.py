@@ -5,6 +5,8 @@ Each returns an error message with field, value, rule and remedy, or None.
 
 from __future__ import annotations
 
+from vapo_megatron.config.environment import environment_mistakes
+from vapo_megatron.config.reward import ENVIRONMENT
 from vapo_megatron.config.schema import VapoConfig
 
 
@@ -109,5 +111,31 @@ def carry_over_rule(c: VapoConfig) -> str | None:
             f"{field} must not be combined with rollout.max_logprob_difference="
             f"{r.max_logprob_difference:g}: older weights sampled a part of the tokens, so the "
             "log-probabilities differ by more than rounding; set max_logprob_difference=null"
+        )
+    return None
+
+
+def environment_rule(c: VapoConfig) -> str | None:
+    """What episodes need, and what they do not go together with."""
+    e, verifier = c.environment, c.reward.verifier
+    if mistake := environment_mistakes(e):
+        return mistake
+    if not e.is_on:
+        if c.reward.use_of(verifier) == ENVIRONMENT:
+            return (
+                f"reward.verifier={verifier} needs environment.use, whose verdicts are meant, "
+                "found null; set it, or another verifier"
+            )
+        return None
+    if c.rollout.carry_over_groups:
+        return (
+            "rollout.carry_over_groups must be 0 with an environment, whose state is not in a "
+            f"checkpoint, found {c.rollout.carry_over_groups}; set it to 0"
+        )
+    if e.use is not None and "verifier" not in c.reward.model_fields_set:
+        return (
+            f"environment.use={e.use} needs a verifier to be chosen: reward.verifier=environment "
+            "for the environment's own verdicts and rewards, or one that judges the last action "
+            "of an episode without a verdict; set it"
         )
     return None

@@ -10,6 +10,7 @@ from vapo_megatron.config.reward import HYBRID, REWARD_MODEL, reward_mistakes, r
 from vapo_megatron.config.rollout_rules import (
     behaviour_rule,
     carry_over_rule,
+    environment_rule,
     placement_rule,
     shared_queue_rule,
 )
@@ -352,5 +353,5 @@ _RULES = (
     _estimator_rule, _stage_rule, _sampling_rule, _reward_rule, _verifier_rule, _reward_model_rule,
     _value_range_rule, _timeouts_rule, _precision_rule, _dynamic_sampling_rule,
     _sources_rule, _policy_loss_rule, behaviour_rule, _critic_prompt_rule, _recompute_rule,
-    vllm_args_rule, kv_cache_rule,
+    vllm_args_rule, kv_cache_rule, environment_rule,
 )  # fmt: skip

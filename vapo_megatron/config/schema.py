@@ -11,6 +11,7 @@ from pydantic import Field
 
 from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.config.data import DataConfig
+from vapo_megatron.config.environment import EnvironmentConfig
 from vapo_megatron.config.model import ModelConfig
 from vapo_megatron.config.optimizer import OptimizerConfig
 from vapo_megatron.config.parallel import ParallelConfig
@@ -34,6 +35,7 @@ class VapoConfig(Section):
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     data: DataConfig = Field(default_factory=DataConfig)
+    environment: EnvironmentConfig = Field(default_factory=EnvironmentConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.data.columns import PER_RESPONSE, PER_TOKEN, SAMPLED
-from vapo_megatron.data.rollout import PENDING, STATUSES, ScoredRollout
+from vapo_megatron.data.rollout import CUTS, PENDING, STATUSES, Episode, ScoredRollout
 
 
 def _gathered(
@@ -45,6 +45,10 @@ def _known() -> Any:
 def _critic_prompt_length(scored: ScoredRollout) -> int:
     ids = scored.rollout.prompt.critic_token_ids
     return -1 if ids is None else len(ids)
+
+
+def _episode(scored: ScoredRollout) -> Episode:
+    return scored.rollout.episode or Episode()
 
 
 def _column_bits(scored: ScoredRollout) -> int:
@@ -86,6 +90,12 @@ class StepSummary:
     """sums of ScoredRollout.token_rewards; None: there are none"""
     turns: Tensor | None = _gathered(torch.int64, lambda s: len(s.rollout.turns), 0)
     """their number; None: no response has an environment"""
+    environment_failed: Tensor | None = _gathered(torch.bool, lambda s: _episode(s).failed, 0)
+    """Episode.failed; None: none has"""
+    environment_seconds: Tensor | None = _gathered(torch.float32, lambda s: _episode(s).seconds, 0)
+    """Episode.seconds; None: none took any"""
+    cuts: Tensor | None = _gathered(torch.int64, lambda s: CUTS.index(_episode(s).cut), 0)
+    """index of Episode.cut; None: none was cut"""
     column_bits: Tensor | None = _gathered(torch.int64, _column_bits, 0)
     """which columns of SAMPLED it has, beside log-probabilities; None: no others"""
 

@@ -45,6 +45,25 @@ class Turn(NamedTuple):
     """Its own."""
 
 
+CUTS = ("", "rollout.max_response_tokens", "environment.max_action_tokens", "environment.max_turns")
+"""Fields whose limits end an episode; dumps store their index."""
+
+
+class Episode(NamedTuple):
+    """What there is to say of a response that an environment has answered, beside its turns."""
+
+    cut: str = ""
+    """One of CUTS: what has truncated it; the first: nothing."""
+    failed: bool = False
+    """The environment did not answer."""
+    seconds: float = 0.0
+    """Of its calls, together."""
+    verdict: Any = None
+    """reward.verifier.Verdict of the environment's; None: the run's verifier judges."""
+    is_paid: bool = False
+    """The turns' rewards are all; the verdict has none."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Rollout:
     """One sampled response."""
@@ -71,6 +90,8 @@ class Rollout:
     """Other numbers per response token, by their name in data/columns.py's SAMPLED."""
     turns: tuple[Turn, ...] = ()
     """Those that have ended, of a response that an environment answers."""
+    episode: Episode | None = None
+    """Once an environment has answered all of them; None: there is no environment."""
 
     @classmethod
     def empty(cls, prompt: Prompt, sample: int, position: int, version: int) -> Rollout:
@@ -104,6 +125,11 @@ class Rollout:
         for before, ids in self.inserted:
             places[before:] += len(ids)
         return places
+
+    @property
+    def last_action(self) -> array[int]:
+        """The tokens of the last turn; of a response without an environment, all of them."""
+        return self.token_ids[self.turns[-2].end if len(self.turns) > 1 else 0 :]
 
     def answered(self, ids: Sequence[int]) -> Rollout:
         """Return it with what something else has written after its last token."""

@@ -6,9 +6,10 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vapo_megatron.config.reward import REWARD_MODEL
+from vapo_megatron.config.reward import ENVIRONMENT, REWARD_MODEL
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.reward.code_verifier import CodeVerifier, longest_seconds
+from vapo_megatron.reward.environment_verifier import EnvironmentVerifier
 from vapo_megatron.reward.exact_verifier import ExactVerifier
 from vapo_megatron.reward.gym import check_installed
 from vapo_megatron.reward.gym_verifier import ReasoningGymVerifier
@@ -114,6 +115,7 @@ BUILT_IN = {
     "reasoning_gym": BuiltIn(_reasoning_gym, ReasoningGymVerifier),
     "judge": BuiltIn(lambda _, options, __: Judge(**options), Judge),
     "pairwise": BuiltIn(lambda _, options, __: Pairwise(**options), Pairwise),
+    ENVIRONMENT: BuiltIn(lambda *_: EnvironmentVerifier()),
     REWARD_MODEL: BuiltIn(lambda *_: RewardModelVerifier()),
 }
 """By the names that config/reward.py allows."""

@@ -79,9 +79,21 @@ class VerdictStream:
             # One object for all, by which the verifier knows that they are a group.
             problems += [rollout.prompt.problem] * len(group)
         if batch:
-            assert self._verifier is not None, "responses are judged on a replica's first rank"
-            texts = self._decode([r.token_ids for r in batch])
-            self._pending.append((batch, texts, self._verifier.score(texts, problems)))
+            texts = self._decode([r.last_action for r in batch])
+            self._pending.append((batch, texts, self._verdicts(batch, texts, problems)))
+
+    def _verdicts(
+        self, batch: Sequence[Rollout], texts: Sequence[str], problems: Sequence[Problem]
+    ) -> Iterable[Verdict]:
+        """Return an environment's own verdicts, and the verifier's where it has none."""
+        assert self._verifier is not None, "responses are judged on a replica's first rank"
+        given = [r.episode.verdict if r.episode else None for r in batch]
+        asked = [i for i, verdict in enumerate(given) if verdict is None]
+        judged = self._verifier.score([texts[i] for i in asked], [problems[i] for i in asked])
+        if len(asked) == len(given):
+            return judged
+        rest = iter(judged)
+        return (next(rest) if verdict is None else verdict for verdict in given)
 
     def _grouped(self, rollout: Rollout) -> list[Rollout]:
         """Return the response, or its group, of which it is the last; nothing while others miss."""
@@ -132,19 +144,23 @@ def score_rollouts(
     """
     scored = []
     for rollout, (text, verdict) in zip(rollouts, stream.judged(rollouts), strict=True):
+        earned = tuple((turn.end - 1, turn.reward) for turn in rollout.turns if turn.reward)
         if isinstance(verdict, Pending):
-            scored.append(ScoredRollout(rollout, text, PENDING, math.nan))
+            scored.append(ScoredRollout(rollout, text, PENDING, math.nan, token_rewards=earned))
             continue
         verifier = rollout.prompt.problem.verifier or reward.verifier
-        number = shaped_reward(
-            verdict, rollout.truncated, len(rollout.token_ids), reward, max_response_tokens,
-            verifier,
-        )  # fmt: skip
+        number = 0.0
+        if rollout.episode is None or not rollout.episode.is_paid:
+            number = shaped_reward(
+                verdict, rollout.truncated, len(rollout.token_ids), reward, max_response_tokens,
+                verifier,
+            )  # fmt: skip
         scored.append(
             ScoredRollout(
-                rollout, text, verdict.status, number, verdict.score, verdict.note, verdict.metrics
+                rollout, text, verdict.status, number, verdict.score, verdict.note, verdict.metrics,
+                earned,
             )
-        )
+        )  # fmt: skip
     return scored
 
 

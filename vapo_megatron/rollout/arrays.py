@@ -14,7 +14,15 @@ from typing import Any
 import numpy as np
 
 from vapo_megatron.data.columns import SAMPLED
-from vapo_megatron.data.rollout import STATUSES, Prompt, Rollout, ScoredRollout
+from vapo_megatron.data.rollout import (
+    CUTS,
+    STATUSES,
+    Episode,
+    Prompt,
+    Rollout,
+    ScoredRollout,
+    Turn,
+)
 
 
 def _to_bytes(text: str | None) -> np.ndarray:
@@ -24,6 +32,14 @@ def _to_bytes(text: str | None) -> np.ndarray:
 
 def _to_text(part: np.ndarray) -> str:
     return part.tobytes().decode("utf-8", "surrogatepass")
+
+
+def _of_episode(episode: Episode | None) -> list[float]:
+    return [CUTS.index(episode.cut), episode.failed, episode.seconds] if episode else []
+
+
+def _to_episode(part: np.ndarray) -> Episode | None:
+    return Episode(CUTS[int(part[0])], bool(part[1]), float(part[2])) if len(part) else None
 
 
 OF_PROMPT: dict[str, tuple[type, Callable[[Prompt], Any]]] = {
@@ -45,6 +61,9 @@ OF_RESPONSE: dict[str, tuple[type, Callable[[ScoredRollout], Any]]] = {
     "inserted_at": (np.int32, lambda s: np.ravel([(at, len(i)) for at, i in s.rollout.inserted])),
     # Token, reward, token, ... earned on the way.
     "token_rewards": (np.float64, lambda s: np.ravel(s.token_rewards)),
+    # Last token, reward, last token, ... of each turn.
+    "turns": (np.float64, lambda s: np.ravel(s.rollout.turns)),
+    "episode": (np.float64, lambda s: _of_episode(s.rollout.episode)),
     "metrics": (np.uint8, lambda s: _to_bytes(json.dumps(s.metrics) if s.metrics else None)),
 }
 """The same of each response."""
@@ -102,19 +121,17 @@ def unpack(arrays: Mapping[str, np.ndarray]) -> list[ScoredRollout]:
     def pairs(name: str) -> list[list[Any]]:
         return [part.reshape(-1, 2).tolist() for part in parts[name]]
 
-    prompts = list(
-        map(
-            Prompt,
-            arrays["prompt_index"].tolist(),
-            texts("prompt_text"),
-            [tuple(part.tolist()) for part in parts["prompt_tokens"]],
-            texts("answer"),
-            [{"verifier": name} if name else {} for name in texts("verifier")],
-            [name or None for name in texts("source")],
-            [tuple(part.tolist()) or None for part in parts["critic_prompt_tokens"]],
-        )
+    of_prompts = map(
+        Prompt,
+        arrays["prompt_index"].tolist(),
+        texts("prompt_text"),
+        [tuple(part.tolist()) for part in parts["prompt_tokens"]],
+        texts("answer"),
+        [{"verifier": name} if name else {} for name in texts("verifier")],
+        [name or None for name in texts("source")],
+        [tuple(part.tolist()) or None for part in parts["critic_prompt_tokens"]],
     )
-
+    prompts = list(of_prompts)
     bounds = arrays["tokens_lengths"].cumsum()[:-1]
     columns = [dict[str, Any]() for _ in arrays["position"]]
     for name in SAMPLED:
@@ -122,7 +139,7 @@ def unpack(arrays: Mapping[str, np.ndarray]) -> list[ScoredRollout]:
             numbers = arrays[f"column_{name}"]
             for own, part in zip(columns, packed(numbers.dtype.char, np.split(numbers, bounds))):
                 own[name] = part
-    # inserted_at holds (position, count) pairs into one flat array of tokens.
+    # One flat array of all tokens.
     inserted = iter(arrays.get("inserted_tokens", np.empty(0, np.int32)).tolist())
     rollouts = map(
         Rollout,
@@ -139,6 +156,8 @@ def unpack(arrays: Mapping[str, np.ndarray]) -> list[ScoredRollout]:
             for some in pairs("inserted_at")
         ],
         columns,
+        [tuple(Turn(int(end), reward) for end, reward in some) for some in pairs("turns")],
+        map(_to_episode, parts["episode"]),
     )
 
     verdicts = zip(

@@ -49,6 +49,8 @@ def sample_mixed_groups(
     phase: Phase,
     algorithm: AlgorithmConfig,
     reward: RewardConfig | None = None,
+    *,
+    has_environment: bool = False,
 ) -> tuple[list[ScoredRollout], dict[str, float]]:
     """Sample rounds of prompts and keep num_prompts groups, mixed ones first. Collective.
 
@@ -60,6 +62,7 @@ def sample_mixed_groups(
             other groups fill up what is missing.
         reward: with from_score, rewards decide which groups are mixed; otherwise, and with None,
             verdicts do.
+        has_environment: rewards decide, with those of the turns.
 
     Returns:
         (this rank's responses of the kept groups, ordered by position, which is renumbered from 0
@@ -80,7 +83,7 @@ def sample_mixed_groups(
         with phase(REWARD):
             correct = _correct_by_group(scored, of_size)
             mixed = (correct > 0) & (correct < of_size)
-            if reward is not None and reward.from_score is not None:
+            if reward is not None and (reward.from_score is not None or has_environment):
                 mixed = _rewards_differ(scored, of_size, reward)
         of_round = torch.stack([correct, mixed.long(), of_size])
         of_all = torch.cat([of_all, of_round], dim=1)
@@ -138,9 +141,11 @@ def _rewards_differ(scored: Sequence[ScoredRollout], sizes: Tensor, reward: Rewa
     for item, number in zip(scored, _numbers(scored, sizes).tolist()):
         verifier = item.rollout.prompt.problem.verifier or reward.verifier
         verdict = Verdict(cast(Status, item.status), item.score)
-        base = base_reward(verdict, reward, verifier, truncated=item.rollout.truncated)
-        of_group = highest[:, number]
-        torch.maximum(of_group, torch.tensor([base, -base]).to(of_group), out=of_group)
+        base = 0.0
+        if item.rollout.episode is None or not item.rollout.episode.is_paid:
+            base = base_reward(verdict, reward, verifier, truncated=item.rollout.truncated)
+        total, of_group = base + item.earned, highest[:, number]
+        torch.maximum(of_group, torch.tensor([total, -total]).to(of_group), out=of_group)
     highest = max_over_world(highest)
     return highest[0] > -highest[1]
 

@@ -14,6 +14,7 @@ import torch
 from vapo_megatron.algorithm.group_sampling import repeat_for_group
 from vapo_megatron.config import (
     AlgorithmConfig,
+    EnvironmentConfig,
     EvaluationConfig,
     LoggingConfig,
     ModelConfig,
@@ -31,6 +32,7 @@ from vapo_megatron.reward.own_metrics import own_metrics, sums_of
 from vapo_megatron.reward.scoring import VerdictStream, score_rollouts
 from vapo_megatron.reward.verifiers import default_name
 from vapo_megatron.rollout.dynamic_sampling import Round, sample_mixed_groups
+from vapo_megatron.rollout.episodes import start_episodes
 from vapo_megatron.rollout.evaluation.judging import evaluate, judge_problems
 from vapo_megatron.rollout.inputs import Inputs
 from vapo_megatron.rollout.partial.files import all_sums, write_files
@@ -55,6 +57,7 @@ class Sampling(PromptSource):
         rollout: RolloutConfig,
         algorithm: AlgorithmConfig,
         reward: RewardConfig,
+        environment: EnvironmentConfig,
         evaluation: EvaluationConfig,
         logging: LoggingConfig,
         seed: int,
@@ -82,6 +85,9 @@ class Sampling(PromptSource):
             self.note = "; ".join(count_rows(self.labels, self.prompts.path, "data"))
         held_out = () if self._held_out is None else self._held_out.kept
         self._held_out_labels = labels_of(held_out, name)
+        self._episodes = start_episodes(
+            environment, rollout, reward, inputs, has_players=self._verifier is not None
+        )
         # Imported here: loading vLLM takes long, and the checks above may fail first.
         from vapo_megatron.rollout.vllm.engine import RolloutEngine
 
@@ -113,7 +119,10 @@ class Sampling(PromptSource):
         """Sample a group of responses per prompt and judge them; see RolloutSource."""
         algorithm, groups = self._algorithm, functools.partial(self._round, asked)
         if algorithm.dynamic_sampling and asked.trains_actor:
-            scored, metrics = sample_mixed_groups(groups, asked.phase, algorithm, self._reward)
+            scored, metrics = sample_mixed_groups(
+                groups, asked.phase, algorithm, self._reward,
+                has_environment=self._episodes is not None,
+            )  # fmt: skip
         else:
             scored, metrics = groups(0, algorithm.num_prompts).scored, {}
         if self._partial is not None:
@@ -155,6 +164,7 @@ class Sampling(PromptSource):
                 rollouts = generate(
                     self.engine, repeat_for_group(prompts, group_size), sizes, asked.step, settings,
                     asked.policy_version, on_progress, asked.has_time, on_finished=stream.submit,
+                    episodes=self._episodes,
                 )  # fmt: skip
             with asked.phase(REWARD):
                 limit = settings.max_response_tokens
@@ -202,9 +212,13 @@ class Sampling(PromptSource):
                 policy_version=policy_version,
                 on_progress=on_progress,
                 has_time=has_time,
+                episodes=self._episodes,
             )
             samples, labels = self._evaluation.samples, self._held_out_labels
-            return evaluate(judged, problems, samples, labels, self._reward)
+            return evaluate(
+                judged, problems, samples, labels, self._reward,
+                has_environment=self._episodes is not None,
+            )  # fmt: skip
 
     def resume(self, done: int, checkpoint: Path | None) -> None:
         """Go on with the groups in flight. Raises CheckpointError: see check_partial."""
@@ -230,4 +244,6 @@ class Sampling(PromptSource):
         """Shut down the verifier and vLLM."""
         if self._verifier is not None:
             self._verifier.close()
+        if self._episodes is not None:
+            self._episodes.close()
         self.engine.shutdown()

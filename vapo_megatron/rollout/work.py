@@ -5,6 +5,7 @@ Partial rollouts are in partial/. Imports neither torch nor vllm.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
@@ -19,6 +20,7 @@ from vapo_megatron.rollout.requests import (
 )
 
 if TYPE_CHECKING:
+    from vapo_megatron.rollout.episodes import Episodes
     from vapo_megatron.rollout.vllm.engine import RolloutEngine
 
 T = TypeVar("T")
@@ -34,6 +36,7 @@ def generate(
     on_progress: Callable[[int, int], None] | None = None,
     has_time: Callable[[], bool] | None = None,
     on_finished: Callable[[Rollout], None] | None = None,
+    episodes: Episodes | None = None,
 ) -> list[Rollout]:
     """Sample this replica's share of a step's groups, or of what replicas share of one.
 
@@ -45,6 +48,7 @@ def generate(
         sampling: temperature, limits, the number of the sampling round, and who samples what.
         policy_version, on_progress, has_time: see RolloutEngine.run.
         on_finished: called with each rollout that will be returned, as soon as it is complete.
+        episodes: of this rank; None: a response is one turn.
 
     Returns:
         On the replica's first rank its rollouts ordered by position, without those that vLLM
@@ -74,7 +78,11 @@ def generate(
                 on_finished(rollout)
 
     work = Work(queue.take, ended, len(prompts) // engine.num_replicas)
-    engine.run(work, sampling, policy_version, on_progress, has_time)
+    answered: contextlib.AbstractContextManager[Work] = contextlib.nullcontext(work)
+    if episodes is not None:
+        answered = episodes.answering(work, engine, sampling.max_response_tokens)
+    with answered as asked:
+        engine.run(asked, sampling, policy_version, on_progress, has_time)
     return [rollouts[p] for p in sorted(rollouts)]
 
 

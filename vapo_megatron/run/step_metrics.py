@@ -20,7 +20,7 @@ from vapo_megatron.config import AlgorithmConfig
 from vapo_megatron.config.metrics import METRICS, emits, metric_by
 from vapo_megatron.data.batch import RolloutBatch, StepSummary
 from vapo_megatron.data.labels import Labels
-from vapo_megatron.data.rollout import STATUSES
+from vapo_megatron.data.rollout import CUTS, STATUSES
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.reduce import max_over_world, sum_over_data_parallel
 
@@ -165,6 +165,40 @@ def step_metrics(
             "algorithm/lambda_actor_mean": torch.as_tensor(lambda_actor).mean(),
         }
     return {name: float(value) for name, value in result.items()}
+
+
+@emits(
+    "rollout/turns_mean",
+    "rollout/observation_tokens_mean",
+    "rollout/turn_reward_mean",
+    "rollout/environment_failed_fraction",
+    "rollout/environment_seconds_mean",
+    "rollout/cut_by_turns_fraction",
+    "rollout/cut_by_action_fraction",
+)
+def episode_metrics(summary: StepSummary) -> dict[str, float]:
+    """Say how a step's episodes went; none without an environment. Nothing is communicated.
+
+    Args:
+        summary: of all ranks' responses.
+    """
+    if summary.turns is None:
+        return {}
+    nothing = torch.zeros(len(summary.turns))
+    cuts = nothing if summary.cuts is None else summary.cuts
+
+    def mean(numbers: Tensor | None) -> float:
+        return float((nothing if numbers is None else numbers).double().mean())
+
+    return {
+        "rollout/turns_mean": mean(summary.turns),
+        "rollout/observation_tokens_mean": mean(summary.inserted_lengths),
+        "rollout/turn_reward_mean": mean(summary.earned) / mean(summary.turns),
+        "rollout/environment_failed_fraction": mean(summary.environment_failed),
+        "rollout/environment_seconds_mean": mean(summary.environment_seconds),
+        "rollout/cut_by_turns_fraction": mean(cuts == CUTS.index("environment.max_turns")),
+        "rollout/cut_by_action_fraction": mean(cuts == CUTS.index("environment.max_action_tokens")),
+    }
 
 
 @emits(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.data.batch import RolloutBatch, StepSummary
-from vapo_megatron.data.rollout import ScoredRollout
+from vapo_megatron.data.rollout import Rollout, ScoredRollout
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.reduce import sum_over_data_parallel
 from vapo_megatron.rollout.source import Decode
@@ -135,6 +135,20 @@ def group_records(
     return records
 
 
+def turn_records(rollout: Rollout, decode: Decode) -> list[dict[str, Any]]:
+    """Return an episode's turns: action, observation and reward; texts with special tokens."""
+    starts = [0, *(turn.end for turn in rollout.turns)]
+    said = dict(rollout.inserted)
+    return [
+        {
+            "action": decode(tuple(rollout.token_ids[start : turn.end])),
+            "observation": decode(tuple(said[turn.end])) if turn.end in said else "",
+            "reward": turn.reward,
+        }
+        for start, turn in zip(starts, rollout.turns)
+    ]
+
+
 def _response(
     scored: ScoredRollout, tokens: Mapping[int, Mapping[str, Any]], decode: Decode | None
 ) -> dict[str, Any]:
@@ -152,6 +166,13 @@ def _response(
         **({"versions": [list(s) for s in rollout.segments]} if rollout.segments else {}),
         "text": scored.text,
     }
+    if rollout.episode is not None and rollout.episode.cut:
+        record["cut_by"] = rollout.episode.cut
+    if rollout.turns and decode is not None:
+        record |= {
+            "begin": decode(rollout.prompt.token_ids),
+            "turns": turn_records(rollout, decode),
+        }
     if decode is not None:
         pieces = token_pieces(rollout.token_ids, decode)
         record["tokens"] = {"pieces": pieces, **tokens[rollout.position]}

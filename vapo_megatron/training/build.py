@@ -140,7 +140,7 @@ class Built:
 
         return Sampling(
             inputs, self.ranks, model=c.model, rollout=c.rollout, algorithm=c.algorithm,
-            reward=c.reward, evaluation=c.evaluation, logging=c.logging,
+            reward=c.reward, environment=c.environment, evaluation=c.evaluation, logging=c.logging,
             seed=c.seed, offload=is_on(c.parallel), verifier=verifier,
         )  # fmt: skip
 

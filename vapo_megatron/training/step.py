@@ -50,6 +50,7 @@ from vapo_megatron.roles.advantages import (
 from vapo_megatron.rollout.source import StepRequest
 from vapo_megatron.run.output import kept_if_skipped
 from vapo_megatron.run.step_metrics import (
+    episode_metrics,
     logprob_difference,
     metrics_by_label,
     reward_spread,
@@ -106,6 +107,7 @@ class StepTrainer(Built):
         self.output.rollouts(step, scored, summary, batch, entropy, self.source)
         return {
             **step_metrics(summary, batch, entropy, config.algorithm, self.ranks),
+            **episode_metrics(summary),
             **reward_spread(summary, uses_scores=config.reward.from_score is not None),
             **metrics_by_label(summary, self.source.labels),
             **data.metrics,

@@ -27,7 +27,8 @@ def answer(rollout: Rollout) -> Answer:
     tokens = len(rollout.token_ids)
     if not tokens:
         said = [20 + i for i in range(rollout.position % 3)]
-        return Answer(rollout.position, prompt_ids=[*rollout.prompt.token_ids, *said])
+        prompt = dataclasses.replace(rollout.prompt, token_ids=(*rollout.prompt.token_ids, *said))
+        return Answer(rollout.position, prompt=prompt)
     draw = random.Random(f"{rollout.position} {tokens} {rollout.token_ids[-1]}")
     ids = [draw.randrange(13, 64) for _ in range(draw.randrange(33))]
     return Answer(rollout.position, ids, draw.random(), is_over=draw.random() < 0.2)
@@ -42,7 +43,7 @@ class Delayed:
         self.order: list[int] = []
         self.alive: set[int] = set()
 
-    def ask(self, rollout: Rollout) -> None:
+    def ask(self, rollout: Rollout, seed: int) -> None:
         self.alive.add(rollout.position)
         delay = self._draw.random() * self._longest
         self._due.append((time.monotonic() + delay, answer(rollout)))
@@ -60,8 +61,10 @@ class Delayed:
         self.alive -= {each.position for each in came if each.is_over}
         return came
 
-    def end(self, position: int) -> None:
-        self.alive.remove(position)
+    def finish(self, rollout: Rollout) -> Rollout:
+        if rollout.episode is not None:
+            self.alive.remove(rollout.position)
+        return dataclasses.replace(rollout, episode=None)
 
 
 def begun(count: int = COUNT) -> list[list[Request]]:
@@ -76,9 +79,11 @@ def play(engine: Any, players: Any, limits: Limits = LIMITS) -> dict[int, Rollou
     parts, found = iter([mine]), list[Rollout]()
     work = Work(lambda room: next(parts, []), found.append, len(mine))
     players = players if engine.keeps_rollouts else None
-    turns = Turns(work, players, engine.told, limits)
+    turns = Turns(work, players, engine.told, limits, engine.at_once)
     assert engine.run(turns.work, settings(limit=MAX_TOKENS), 3) == []
     assert players is None or not players.alive, "the environment knows of every end"
+    # Only the first rank's players have taken it away.
+    found = [dataclasses.replace(rollout, episode=None) for rollout in found]
     return {rollout.position: rollout for rollout in found}
 
 
@@ -86,9 +91,7 @@ def one_by_one(engine: Any, limits: Limits = LIMITS) -> dict[int, Rollout]:
     """All episodes by a plain loop: each turn is sent alone, and waited for."""
     found = {}
     for (request,) in begun():
-        ids = tuple(answer(request.rollout).prompt_ids)
-        prompt = dataclasses.replace(request.rollout.prompt, token_ids=ids)
-        rollout = dataclasses.replace(request.rollout, prompt=prompt)
+        rollout = dataclasses.replace(request.rollout, prompt=answer(request.rollout).prompt)
         while True:
             ended = list[Rollout]()
             parts = iter([[Request(rollout, request.seed, limits.max_action_tokens)]])

@@ -51,7 +51,7 @@ def _sum_up(out: Path, evaluation: Evaluation, config: VapoConfig) -> Summary:
 
     def measured(line: Mapping[str, Any]) -> tuple[str, dict[str, float]]:
         verifier, values = line["verifier"], line_values(line)
-        if reward.from_score is not None:
+        if reward.from_score is not None or config.environment.is_on:
             values["reward_mean"] = reward_mean(line["responses"], reward, verifier)
         return verifier, values
 

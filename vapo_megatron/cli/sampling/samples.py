@@ -26,6 +26,7 @@ from vapo_megatron.data.storage import append
 from vapo_megatron.errors import DataError, UserError, tell
 from vapo_megatron.parallel.reduce import any_rank, gather_objects, sum_over_world
 from vapo_megatron.reward.checks import FAILED, check_failures, failure, start_verifiers
+from vapo_megatron.rollout.episodes import start_episodes
 from vapo_megatron.rollout.evaluation.judging import JudgedProblems, judge_problems
 from vapo_megatron.rollout.evaluation.samples_file import (
     begin_parts,
@@ -163,6 +164,12 @@ def _sample(
         wanted = {p.index for p in problems}
         if not (problems := [p for p in evaluation.dataset.problems if p.index in wanted]):
             return
+        episodes = start_episodes(
+            config.environment, config.rollout, config.reward, evaluation.inputs,
+            has_players=verifier is not None,
+        )  # fmt: skip
+        if episodes is not None:
+            stack.callback(episodes.close)
         engine = build_engine(evaluation, config)
         stack.callback(engine.shutdown)
         bar = stack.enter_context(ProgressBar("responses", after_seconds=0.0))
@@ -172,6 +179,7 @@ def _sample(
             engine, verifier, problems, config.evaluation, config.rollout,
             decode=partial(decode_responses, evaluation.inputs.tokenizer), policy_version=VERSION,
             on_progress=bar.show, keep_text=True, problems_per_batch=problems_per_batch,
+            episodes=episodes,
         ):  # fmt: skip
             # Only the first rank of a replica has what was judged.
             if judged:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from vapo_megatron.config import (
     AlgorithmConfig,
+    EnvironmentConfig,
     EvaluationConfig,
     LoggingConfig,
     ModelConfig,
@@ -93,6 +94,7 @@ class Server:
         rollout: RolloutConfig,
         algorithm: AlgorithmConfig,
         reward: RewardConfig,
+        environment: EnvironmentConfig,
         evaluation: EvaluationConfig,
         logging: LoggingConfig,
         timeouts: TimeoutsConfig,
@@ -103,8 +105,8 @@ class Server:
         Args:
             inputs: from read_inputs.
             needed: bytes of host memory of this process by purpose, as of the trainers.
-            seed, model, parallel, rollout, algorithm, reward, evaluation, logging, timeouts: of the
-                run, with rollout.placement=disaggregated.
+            seed, model, parallel, rollout, algorithm, reward, environment, evaluation, logging,
+                timeouts: of the run, with rollout.placement=disaggregated.
             verifier: see StepTrainer.
         """
         self._rollout, self._algorithm, self._logging = rollout, algorithm, logging
@@ -125,7 +127,8 @@ class Server:
         with self.watchdog.reporting():
             self._sampling = Sampling(
                 inputs, None, model=model, rollout=rollout, algorithm=algorithm, reward=reward,
-                evaluation=evaluation, logging=logging, seed=seed, offload=False, verifier=verifier,
+                environment=environment, evaluation=evaluation, logging=logging, seed=seed,
+                offload=False, verifier=verifier,
             )  # fmt: skip
             self._engine = self._sampling.engine
             remedies = ["a smaller rollout.lag"] * (rollout.lag > 0)

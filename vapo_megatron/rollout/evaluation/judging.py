@@ -32,6 +32,7 @@ from vapo_megatron.rollout.requests import SamplingSettings
 from vapo_megatron.rollout.work import firsts, generate
 
 if TYPE_CHECKING:
+    from vapo_megatron.rollout.episodes import Episodes
     from vapo_megatron.rollout.vllm.engine import RolloutEngine
 
 JudgedProblems = list[tuple[Prompt, list[Response]]]
@@ -53,6 +54,8 @@ def evaluate(
     samples: int,
     labels: Labels,
     reward: RewardConfig,
+    *,
+    has_environment: bool = False,
 ) -> tuple[dict[str, float], list[int]]:
     """Reduce judged responses to metrics. Collective over the world.
 
@@ -62,17 +65,19 @@ def evaluate(
         samples: K responses of each.
         labels: of the problems.
         reward: gives a score its reward.
+        has_environment: turns have rewards, too.
 
     Returns:
         On every rank (metrics, correct): evaluation/avg@K, pass@K, majority@K, response_length_mean
-        and truncated_fraction over all problems, with reward.from_score also reward_mean; avg@K,
+        and truncated_fraction over all problems, with reward.from_score or an environment also
+        reward_mean; avg@K,
         reward_mean and response_length_mean over those of each label; each problem's number of
         correct responses of K.
 
     Raises:
         Stopped: on every rank: one of them has no time left.
     """
-    rewards = ["reward_mean"] if reward.from_score is not None else []
+    rewards = ["reward_mean"] * (reward.from_score is not None or has_environment)
     names = [*value_names(samples), *rewards]
     rows = {prompt.index: row for row, prompt in enumerate(problems)}
     table = torch.zeros(len(problems), 1 + len(names), dtype=torch.float64)
@@ -108,14 +113,15 @@ def evaluate(
 
 def reward_mean(responses: Sequence[Response], reward: RewardConfig, verifier: str) -> float:
     """Return the mean reward of a problem's responses, without a punishment of length."""
-    rewards = [
-        base_reward(
-            Verdict(r["status"], r["score"], r["answer"]), reward, verifier,
-            truncated=r["truncated"],
-        )
-        for r in responses
-    ]  # fmt: skip
-    return math.fsum(rewards) / len(rewards)
+
+    def total(r: Response) -> float:
+        earned = float(r.get("earned", 0.0))
+        if r.get("is_paid"):
+            return earned
+        verdict = Verdict(r["status"], r["score"], r["answer"])
+        return earned + base_reward(verdict, reward, verifier, truncated=r["truncated"])
+
+    return math.fsum(map(total, responses)) / len(responses)
 
 
 def sampling_settings(evaluation: EvaluationConfig, max_response_tokens: int) -> SamplingSettings:
@@ -143,6 +149,7 @@ def judge_problems(
     has_time: Callable[[], bool] | None = None,
     keep_text: bool = False,
     problems_per_batch: int | None = None,
+    episodes: Episodes | None = None,
 ) -> Iterator[JudgedProblems]:
     """Sample, judge and count votes, batch by batch; memory does not grow with the problems.
 
@@ -162,6 +169,7 @@ def judge_problems(
         has_time: see RolloutEngine.run.
         keep_text: keep the text in the responses.
         problems_per_batch: over all replicas; None: enough for two full batches of each engine.
+        episodes: see generate.
 
     Yields:
         Per batch this replica's problems, in order, on its first rank; an empty list elsewhere.
@@ -182,7 +190,7 @@ def judge_problems(
         with VerdictStream(verifier, decode, firsts(sizes)) as stream:
             rollouts = generate(
                 engine, repeat_for_group(list(part), samples), sizes, 0, sampling, policy_version,
-                show, has_time, on_finished=stream.submit,
+                show, has_time, on_finished=stream.submit, episodes=episodes,
             )  # fmt: skip
             if not all(math.isfinite(x) for rollout in rollouts for x in rollout.logprobs):
                 raise RuntimeError("a log-probability is not finite; look for NaN weights")
@@ -210,6 +218,8 @@ def _response(rollout: Rollout, judged: Judged, keep_text: bool) -> Response:
         "vote": None,
         "num_tokens": len(rollout.token_ids),
         "truncated": rollout.truncated,
+        **({"earned": sum(t.reward for t in rollout.turns)} if rollout.turns else {}),
+        **({"is_paid": True} if rollout.episode and rollout.episode.is_paid else {}),
         **({"text": judged.text} if keep_text else {}),
         **({"note": judged.verdict.note} if judged.verdict.status in FAILED else {}),
         # The reward model is still to read them.

@@ -14,7 +14,8 @@ from vapo_megatron.reward.verifier import Problem, RunningVerifier
 Response = dict[str, Any]
 """One judged sample: `sample`, `status`, `score` (the verdict's own, or None), `answer` (as the
 verifier compared it, or None), `vote` (see count_votes), `num_tokens`, `truncated`, `text` if
-kept, and `token_ids` while the status is PENDING."""
+kept, and `token_ids` while the status is PENDING. Of an episode also `earned`, the sum of its
+turns' rewards, and `is_paid` where these are all that it gets."""
 
 
 def count_votes(

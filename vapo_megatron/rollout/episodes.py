@@ -1,0 +1,115 @@
+"""Episodes of a run: starts its environment, and lets the responses of some work be answered."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from vapo_megatron.config import EnvironmentConfig, RewardConfig, RolloutConfig
+from vapo_megatron.environments.play import Play
+from vapo_megatron.errors import ConfigError, UserError
+from vapo_megatron.parallel.reduce import gather_objects
+from vapo_megatron.reward.shaping import full_score
+from vapo_megatron.rollout.inputs import Inputs
+from vapo_megatron.rollout.players import EnvironmentPlayers
+from vapo_megatron.rollout.requests import Work
+from vapo_megatron.rollout.tokenizer import decode_responses
+from vapo_megatron.rollout.turn_tokens import TurnTokens
+from vapo_megatron.rollout.turns import Limits, Turns
+
+if TYPE_CHECKING:
+    from vapo_megatron.rollout.vllm.engine import RolloutEngine
+
+
+_CHARACTERS_PER_TOKEN = 32
+"""More than that are cut before they are encoded, which would take long."""
+
+
+def build_play(environment: EnvironmentConfig, reward: RewardConfig) -> Play:
+    """Return what plays an environment's episodes, not started yet."""
+    e = environment
+    assert e.use is not None, "there is an environment"
+    return Play(
+        e.use, e.use, e.options, at_once=e.num_workers, timeout_seconds=e.timeout_seconds,
+        memory_bytes=int(e.memory_gb * 1e9),
+        max_characters=_CHARACTERS_PER_TOKEN * e.max_observation_tokens,
+        full_score=full_score(reward, reward.verifier),
+    )  # fmt: skip
+
+
+class Episodes:
+    """One rank's; the first rank of a replica has the environment."""
+
+    def __init__(
+        self,
+        environment: EnvironmentConfig,
+        rollout: RolloutConfig,
+        players: EnvironmentPlayers | None,
+        play: Play | None,
+    ) -> None:
+        self._limits = Limits(
+            environment.max_turns, environment.max_action_tokens, rollout.max_response_tokens
+        )
+        self._players, self._play = players, play
+        self.idle_seconds = 0.0
+        """In which this replica sampled nothing and waited for its environment."""
+
+    @contextlib.contextmanager
+    def answering(self, work: Work, engine: RolloutEngine, max_tokens: int) -> Iterator[Work]:
+        """Yield the work whose responses are answered; end what is unfinished after the body.
+
+        max_tokens: of a response.
+        """
+        limits = self._limits._replace(max_tokens=max_tokens)
+        turns = Turns(work, self._players, engine.told, limits, engine.at_once)
+        try:
+            yield turns.work
+        finally:
+            self.idle_seconds += turns.idle_seconds
+            if self._players is not None:
+                self._players.drop()
+
+    def close(self) -> None:
+        """End the environment's processes."""
+        if self._play is not None:
+            self._play.close()
+
+
+def start_episodes(
+    environment: EnvironmentConfig,
+    rollout: RolloutConfig,
+    reward: RewardConfig,
+    inputs: Inputs,
+    *,
+    has_players: bool,
+) -> Episodes | None:
+    """Load the environment on the first rank of each replica; None: there is none. Collective.
+
+    Raises:
+        ConfigError: on every rank: it does not load, or the chat template allows no episodes.
+    """
+    if not environment.is_on:
+        return None
+    play, players, mistake = None, None, ""
+    if has_players:
+        play = build_play(environment, reward)
+        try:
+            play.start()
+            tokens = TurnTokens(inputs.tokenizer, inputs.stop_token_ids, inputs.date)
+            players = EnvironmentPlayers(
+                play, tokens, inputs.tokenizer,
+                functools.partial(decode_responses, inputs.tokenizer), reward,
+                max_prompt_tokens=rollout.max_prompt_tokens,
+                max_observation_tokens=environment.max_observation_tokens,
+            )  # fmt: skip
+            play.check()
+        except UserError as error:
+            mistake = str(error)
+            play.close()
+    if mistake := max(gather_objects(mistake)):
+        if play is not None:
+            play.close()
+        raise ConfigError(mistake)
+    return Episodes(environment, rollout, players, play)
