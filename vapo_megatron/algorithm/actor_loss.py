@@ -116,7 +116,6 @@ def actor_loss(
         The loss, 0-d: this microbatch's term of the global mean. Metrics, detached, 0-d, to be
         summed over microbatches and ranks, except ratio_diff_max: take its maximum.
     """
-    # Divided by counts of the whole mini-batch, the terms of its microbatches add up.
     by_token = settings.loss_aggregation == "token"
     count = counts.policy_tokens if by_token else counts.policy_responses
     weights = token_weights(
