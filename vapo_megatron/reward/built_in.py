@@ -117,6 +117,5 @@ BUILT_IN = {
     "pairwise": BuiltIn(lambda _, options, __: Pairwise(**options), Pairwise),
     ENVIRONMENT: BuiltIn(lambda *_: EnvironmentVerifier()),
     REWARD_MODEL: BuiltIn(lambda *_: RewardModelVerifier()),
-    ENVIRONMENT: BuiltIn(lambda *_: EnvironmentVerifier()),
 }
 """By the names that config/reward.py allows."""
