@@ -115,13 +115,13 @@ class Training:
         optimizer = torch.optim.AdamW(
             model.parameters(), betas=self.betas, weight_decay=self.weight_decay, foreach=True
         )
-        for iteration, (loss, value) in enumerate(losses):
+        for iteration, (loss, shown) in enumerate(losses):
             optimizer.param_groups[0]["lr"] = self.learning_rate_at(iteration)
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), self.clip_grad, foreach=True)
             optimizer.step()
-            show(iteration + 1, value)
+            show(iteration + 1, shown)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,18 +162,18 @@ def train(
     """
     rounds = [recipe, *(recipe.further(i + 1) for i in range(recipe.most_rounds))]
     columns = BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}")
-    total, smooth = 0, math.nan
+    total, shown = 0, math.nan
     with Progress(kind, *columns, TimeRemainingColumn()) as progress:
-        bar = progress.add_task("", total=None, loss=smooth)
+        bar = progress.add_task("", total=None, loss=shown)
 
         def show(done: int, loss: float) -> None:
-            nonlocal smooth
-            smooth = loss if math.isnan(smooth) else smooth + 0.05 * (loss - smooth)
+            nonlocal shown
+            shown = loss if math.isnan(shown) else shown + 0.05 * (loss - shown)
             completed = total - drawn.iterations + done
-            progress.update(bar, completed=completed, loss=smooth)
+            progress.update(bar, completed=completed, loss=shown)
             if not progress.console.is_terminal and completed % 100 == 0:
                 left = (time.monotonic() - started) / done * (total - completed)
-                print(f"{kind} {completed}/{total} loss {smooth:.3f} {left:.0f} s left", flush=True)
+                print(f"{kind} {completed}/{total} loss {shown:.3f} {left:.0f} s left", flush=True)
 
         for drawn in rounds:
             total, started = total + drawn.iterations, time.monotonic()
