@@ -190,7 +190,6 @@ def build_model(
         settings.init_model_with_meta_device = True
 
     frequencies = rope_frequencies(shape)
-    # Transformer Engine exchanges keys and values of context-parallel ranks itself.
     shards = None if transformer_engine else _context_shards(shape, settings.params_dtype, ranks)
 
     def build_chunk(stage: int) -> GPTModel:
@@ -228,6 +227,7 @@ def build_model(
 
 
 def _context_shards(shape: ModelShape, dtype: torch.dtype, ranks: Ranks) -> ContextShards | None:
+    """Of our own attention: Transformer Engine exchanges keys and values itself."""
     if ranks.cp_size == 1:
         return None
     varlen = uses_flash_attention(dtype)
