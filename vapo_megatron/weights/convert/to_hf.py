@@ -105,8 +105,7 @@ def convert_to_hf(
         if class_name.endswith("TokenClassification"):
             plan = TensorPlan(VALUE_HEAD_BIAS, (1,), reader.dtype(_HEAD_KEY))
             items.append(_Item(plan, None))
-    # The original had an output matrix of its own beside the tied embedding; write it again.
-    if info.get("tied_output"):
+    if info.get("tied_output"):  # The original file had an output matrix, too.
         (embedding,) = [i for i in items if i.plan.name == EMBEDDING]
         plan = dataclasses.replace(embedding.plan, name=OUTPUT)
         items.append(dataclasses.replace(embedding, plan=plan))
