@@ -9,7 +9,7 @@ import json
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vapo_megatron.cli.prepare.columns import SHAPES, Shape
 from vapo_megatron.cli.prepare.gym_problems import Drawn, check_tasks, draw, open_pool
@@ -19,9 +19,7 @@ from vapo_megatron.cli.prepare.summary import Summary
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.reward.gym import check_installed
 from vapo_megatron.reward.gym_verifier import COLUMN
-
-if TYPE_CHECKING:
-    from vapo_megatron.reward.verifier import RunningVerifier
+from vapo_megatron.reward.verifier import RunningVerifier
 
 _OWN = ("rows", "seed", "config", "system", "shots", "answer_tags", "test_rows", "test_out")
 _OF_FILES = ("shape", "prompt_column", "answer_column", "drop_columns", "skip_unusable",

@@ -10,10 +10,10 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 from vapo_megatron.errors import CheckpointError
-from vapo_megatron.models.hf_config import read_model_shape
+from vapo_megatron.models.hf_config import ModelShape, read_model_shape
 from vapo_megatron.weights.convert.sharded_files import ShardedReader
 from vapo_megatron.weights.convert.sharded_tensors import (
     ShardedTensor,
@@ -39,9 +39,6 @@ from vapo_megatron.weights.hf_directory import (
 )
 from vapo_megatron.weights.hf_reader import DTYPES
 from vapo_megatron.weights.table import EMBEDDING, OUTPUT, VALUE_HEAD_BIAS
-
-if TYPE_CHECKING:
-    from vapo_megatron.models.hf_config import ModelShape
 
 _EMBEDDING_KEY, _HEAD_KEY = "embedding.word_embeddings.weight", "output_layer.weight"
 _BIAS_KEY = "output_layer.bias"
