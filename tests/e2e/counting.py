@@ -22,7 +22,7 @@ class Counting:
         self.played += 1
         if self.played == self.fails_at:
             raise ValueError("as asked")
-        words = len(action.split())
+        words = action.count("w")  # One in each, and nothing between them.
         self.words += words
         if self.played == self.turns:
             return Step(reward=0.5, done=True, verdict=self.words % 2 == 0)

@@ -99,19 +99,11 @@ METRICS: dict[str, Metric] = {
     "rollout/environment_failed_fraction": Metric(
         "", "Fraction of episodes that ended because the environment failed."
     ),
-    "rollout/environment_seconds_mean": Metric(
-        "s", "Time that the environment's calls took of an episode."
-    ),
     "rollout/cut_by_turns_fraction": Metric(
         "", "Fraction of episodes that environment.max_turns cut."
     ),
     "rollout/cut_by_action_fraction": Metric(
         "", "Fraction of episodes that environment.max_action_tokens cut."
-    ),
-    "rollout/environment_waiting_share": Metric(
-        "",
-        "Share of the sampling time in which a replica sampled nothing and waited for its "
-        "environment, mean over replicas.",
     ),
     "rollout/sampling_rounds": Metric("", "Dynamic sampling: sampling rounds of the step."),
     "rollout/groups_sampled": Metric("", "Groups sampled in all rounds, kept or dropped."),
@@ -243,6 +235,14 @@ METRICS: dict[str, Metric] = {
     "evaluation/truncated_fraction": Metric("", "Fraction of responses truncated in evaluation."),
     "time/*_seconds": Metric("s", "Time in one phase of the step, on rank 0."),
     "time/step_seconds": Metric("s", "Time of the whole step."),
+    "time/environment_seconds": Metric(
+        "s", "Time that an episode's calls of its environment took, mean over episodes."
+    ),
+    "time/environment_waiting_seconds": Metric(
+        "s",
+        "Time of the generation in which an engine sampled nothing and waited for its environment, "
+        "the longest of all engines.",
+    ),
     "time/trainer_idle_seconds": Metric(
         "s", "Disaggregated: time that the trainers waited for the step's responses."
     ),

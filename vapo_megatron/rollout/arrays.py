@@ -34,12 +34,12 @@ def _to_text(part: np.ndarray) -> str:
     return part.tobytes().decode("utf-8", "surrogatepass")
 
 
-def _of_episode(episode: Episode | None) -> list[float]:
-    return [CUTS.index(episode.cut), episode.failed, episode.seconds] if episode else []
+def _of_episode(episode: Episode | None) -> list[int]:
+    return [CUTS.index(episode.cut), episode.failed] if episode else []
 
 
 def _to_episode(part: np.ndarray) -> Episode | None:
-    return Episode(CUTS[int(part[0])], bool(part[1]), float(part[2])) if len(part) else None
+    return Episode(CUTS[int(part[0])], bool(part[1])) if len(part) else None
 
 
 OF_PROMPT: dict[str, tuple[type, Callable[[Prompt], Any]]] = {
@@ -63,7 +63,8 @@ OF_RESPONSE: dict[str, tuple[type, Callable[[ScoredRollout], Any]]] = {
     "token_rewards": (np.float64, lambda s: np.ravel(s.token_rewards)),
     # Last token, reward, last token, ... of each turn.
     "turns": (np.float64, lambda s: np.ravel(s.rollout.turns)),
-    "episode": (np.float64, lambda s: _of_episode(s.rollout.episode)),
+    # What cut it, and whether its environment failed; not how long that took.
+    "episode": (np.int32, lambda s: _of_episode(s.rollout.episode)),
     "metrics": (np.uint8, lambda s: _to_bytes(json.dumps(s.metrics) if s.metrics else None)),
 }
 """The same of each response."""

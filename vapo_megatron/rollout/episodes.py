@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from vapo_megatron.config import EnvironmentConfig, RewardConfig, RolloutConfig
+from vapo_megatron.config.metrics import emits
 from vapo_megatron.environments.play import Play
 from vapo_megatron.errors import ConfigError, UserError
 from vapo_megatron.parallel.reduce import gather_objects
@@ -53,8 +54,12 @@ class Episodes:
             environment.max_turns, environment.max_action_tokens, rollout.max_response_tokens
         )
         self._players, self._play = players, play
-        self.idle_seconds = 0.0
-        """In which this replica sampled nothing and waited for its environment."""
+        self._idle_seconds = 0.0
+
+    def take_idle_seconds(self) -> float:
+        """Return how long this replica sampled nothing and waited since this was last called."""
+        seconds, self._idle_seconds = self._idle_seconds, 0.0
+        return seconds
 
     @contextlib.contextmanager
     def answering(self, work: Work, engine: RolloutEngine, max_tokens: int) -> Iterator[Work]:
@@ -67,7 +72,7 @@ class Episodes:
         try:
             yield turns.work
         finally:
-            self.idle_seconds += turns.idle_seconds
+            self._idle_seconds += turns.idle_seconds
             if self._players is not None:
                 self._players.drop()
 
@@ -113,3 +118,10 @@ def start_episodes(
             play.close()
         raise ConfigError(mistake)
     return Episodes(environment, rollout, players, play)
+
+
+@emits("time/environment_waiting_seconds")
+def waiting_metrics(seconds: Iterable[float | None]) -> dict[str, float]:
+    """Return the longest time of the replicas'; None: there is no environment."""
+    found = [each for each in seconds if each is not None]
+    return {"time/environment_waiting_seconds": max(found)} if found else {}

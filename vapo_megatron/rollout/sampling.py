@@ -32,7 +32,7 @@ from vapo_megatron.reward.own_metrics import own_metrics, sums_of
 from vapo_megatron.reward.scoring import VerdictStream, score_rollouts
 from vapo_megatron.reward.verifiers import default_name
 from vapo_megatron.rollout.dynamic_sampling import Round, sample_mixed_groups
-from vapo_megatron.rollout.episodes import start_episodes
+from vapo_megatron.rollout.episodes import start_episodes, waiting_metrics
 from vapo_megatron.rollout.evaluation.judging import evaluate, judge_problems
 from vapo_megatron.rollout.inputs import Inputs
 from vapo_megatron.rollout.partial.files import all_sums, write_files
@@ -128,7 +128,13 @@ class Sampling(PromptSource):
         if self._partial is not None:
             tokens = sum(gather_objects(tokens_by_version(scored)), Counter[int]())
             metrics = lag_metrics(tokens, asked.policy_version)
-        return scored, metrics | own_metrics(gather_objects(sums_of(scored)))
+        found = gather_objects((sums_of(scored), self.take_idle_seconds()))
+        metrics |= own_metrics(sums for sums, _ in found)
+        return scored, metrics | waiting_metrics(seconds for _, seconds in found)
+
+    def take_idle_seconds(self) -> float | None:
+        """Return how long this replica waited for its environment; None: there is none."""
+        return None if self._episodes is None else self._episodes.take_idle_seconds()
 
     def _round(self, asked: StepRequest, round: int, num_prompts: int) -> Round:
         """Sample and judge this rank's share of one round, ordered by position. Collective."""
@@ -215,10 +221,12 @@ class Sampling(PromptSource):
                 episodes=self._episodes,
             )
             samples, labels = self._evaluation.samples, self._held_out_labels
-            return evaluate(
+            found = evaluate(
                 judged, problems, samples, labels, self._reward,
                 has_environment=self._episodes is not None,
             )  # fmt: skip
+            self.take_idle_seconds()  # These are not the next step's.
+            return found
 
     def resume(self, done: int, checkpoint: Path | None) -> None:
         """Go on with the groups in flight. Raises CheckpointError: see check_partial."""

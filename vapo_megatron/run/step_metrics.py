@@ -172,7 +172,7 @@ def step_metrics(
     "rollout/observation_tokens_mean",
     "rollout/turn_reward_mean",
     "rollout/environment_failed_fraction",
-    "rollout/environment_seconds_mean",
+    "time/environment_seconds",
     "rollout/cut_by_turns_fraction",
     "rollout/cut_by_action_fraction",
 )
@@ -195,7 +195,7 @@ def episode_metrics(summary: StepSummary) -> dict[str, float]:
         "rollout/observation_tokens_mean": mean(summary.inserted_lengths),
         "rollout/turn_reward_mean": mean(summary.earned) / mean(summary.turns),
         "rollout/environment_failed_fraction": mean(summary.environment_failed),
-        "rollout/environment_seconds_mean": mean(summary.environment_seconds),
+        "time/environment_seconds": mean(summary.environment_seconds),
         "rollout/cut_by_turns_fraction": mean(cuts == CUTS.index("environment.max_turns")),
         "rollout/cut_by_action_fraction": mean(cuts == CUTS.index("environment.max_action_tokens")),
     }

@@ -107,6 +107,8 @@ def check(checkpoint: Path, data: Path, config: VapoConfig, out: Path | None = N
         hf_path, tokenizer, config.rollout.stop_token_ids, shape.vocab_size
     )
     longest = max(len(dataset.tokens(index)) for index in range(len(dataset)))
+    if config.environment.is_on:
+        longest = max(longest, config.rollout.max_prompt_tokens)  # It may say more than the data.
     rollout = with_own_limits(config.rollout, shape, longest)
     # vLLM would refuse these too, but late.
     sampling_settings(config.evaluation, rollout.max_response_tokens)

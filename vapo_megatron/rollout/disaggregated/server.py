@@ -70,6 +70,8 @@ class HandedOver(NamedTuple):
     """When it sampled and judged what, since the latest step."""
     own: Sums
     """Of the verifiers' own metrics."""
+    waited: float | None
+    """Seconds in which it waited for its environment; None: there is none."""
 
 
 class Sampled(NamedTuple):
@@ -280,7 +282,9 @@ class Server:
         """Send a step's responses to the ranks that train on them."""
         group, (scored, num_prompts) = self._worlds.group, self._finished[step]
         tokens, own = tokens_by_version(scored), sums_of(scored)
-        gather_objects(HandedOver(tokens, num_prompts, self._idle_seconds, self._spans, own), group)
+        waited = self._sampling.take_idle_seconds()
+        told = HandedOver(tokens, num_prompts, self._idle_seconds, self._spans, own, waited)
+        gather_objects(told, group)
         self._idle_seconds, self._spans = 0.0, []
         most = self._logging.rollout_groups * self._algorithm.group_size
         send_object(scored[:most], self._worlds.num_trainers, 0, group)

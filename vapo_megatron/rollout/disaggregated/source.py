@@ -30,6 +30,7 @@ from vapo_megatron.parallel.reduce import gather_objects, send_object, sum_over_
 from vapo_megatron.parallel.worlds import Worlds
 from vapo_megatron.reward.own_metrics import own_metrics
 from vapo_megatron.rollout.disaggregated.orders import Orders
+from vapo_megatron.rollout.episodes import waiting_metrics
 from vapo_megatron.rollout.inputs import Inputs
 from vapo_megatron.rollout.partial.files import all_sums
 from vapo_megatron.rollout.partial.lag import lag_metrics
@@ -110,6 +111,7 @@ class RemoteSampling(PromptSource):
         "rollout/lag_share@K",
         "time/trainer_idle_seconds",
         "time/sampler_idle_seconds",
+        "time/environment_waiting_seconds",
         "reward/own/NAME",
     )
     def rollouts(self, asked: StepRequest) -> tuple[list[ScoredRollout], dict[str, float]]:
@@ -131,6 +133,7 @@ class RemoteSampling(PromptSource):
         self.prompts.next(found[0].num_prompts, step)
         metrics = {"time/trainer_idle_seconds": idle, "time/sampler_idle_seconds": found[0].idle}
         metrics |= own_metrics(each.own for each in found)
+        metrics |= waiting_metrics(each.waited for each in found)
         if self._rollout.is_stale:
             tokens: Counter[int] = sum((each.tokens for each in found), Counter())
             metrics |= lag_metrics(tokens, policy_version)
