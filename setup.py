@@ -79,6 +79,11 @@ setup(
         "wandb": ["wandb"],
         # It pins its own dependencies. Other versions may make other problems of the same seed.
         "reasoning-gym": ["reasoning-gym==0.1.25"],
+        # Environments (docs/environments.md).
+        "gymnasium": ["gymnasium==1.4.0"],
+        "skyrl-gym": ["skyrl-gym==0.4.0"],
+        # The protocol's client alone: the package openenv needs a version of mcp that vLLM refuses.
+        "openenv": ["websockets>=15"],
         "smollm": ["gguf==0.19.0", "accelerate==1.15.0"],
         # What examples/smollm/compare_trl.py measures beside.
         "trl": ["trl==1.16.0", "datasets==5.2.0", "accelerate==1.15.0"],

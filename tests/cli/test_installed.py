@@ -152,7 +152,11 @@ DEPENDENCIES_OF = {
     "yaml": "pyyaml", "megatron": "megatron_core",
 }  # fmt: skip
 """Module -> the requirement that brings it, where that has another name."""
-OPTIONAL = {"vllm", "wandb", "transformer_engine_torch", "reasoning_gym"}
+OPTIONAL = {
+    "vllm", "wandb", "transformer_engine_torch", "reasoning_gym",
+    # Of environments.
+    "gymnasium", "gem", "skyrl_gym", "omegaconf", "websockets",
+}  # fmt: skip
 
 
 def test_everything_that_is_imported_is_required():

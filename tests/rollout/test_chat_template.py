@@ -46,8 +46,8 @@ def test_tools_calls_and_variables_are_written(tmp_path):
 @pytest.mark.parametrize(
     ("template", "row", "message"),
     [
-        (CHATML, ([USER], [TOOL]), "chat template does not write the row's tools"),
-        (CHATML + "{# tools #}", ([USER], [TOOL]), "does not write the row's tools"),
+        (CHATML, ([USER], [TOOL]), "chat template does not write the tools given to it"),
+        (CHATML + "{# tools #}", ([USER], [TOOL]), "does not write the tools given to it"),
         (CHATML, (CALLED,), "does not write the tool_calls of message 1"),
         (
             WITH_TOOLS.replace("{{ m['content'] }}", "{{ m['content'] if m['role'] == 'user' }}"),

@@ -3,7 +3,6 @@
 What is played is scripted here; real processes: tests/environments, tests/e2e/test_episodes.py.
 """
 
-import functools
 from array import array
 
 import pytest
@@ -14,9 +13,8 @@ from vapo_megatron.config import RewardConfig
 from vapo_megatron.data.rollout import Episode, Prompt, Rollout, Turn
 from vapo_megatron.environments.play import Played
 from vapo_megatron.reward.verifier import Verdict
+from vapo_megatron.rollout.inputs import Inputs
 from vapo_megatron.rollout.players import EnvironmentPlayers
-from vapo_megatron.rollout.tokenizer import decode_responses
-from vapo_megatron.rollout.turn_tokens import TurnTokens
 
 STOP = 2  # <|im_end|>
 MOST = 40
@@ -49,10 +47,9 @@ def tokenizer(tmp_path):
 
 def players(tokenizer, *, verifier="environment", max_prompt_tokens=200, **reward):
     play = Scripted()
+    inputs = Inputs(None, tokenizer, (STOP,))
     found = EnvironmentPlayers(
-        play, TurnTokens(tokenizer, [STOP], None), tokenizer,
-        functools.partial(decode_responses, tokenizer),
-        RewardConfig(verifier=verifier, **reward),
+        play, inputs, RewardConfig(verifier=verifier, **reward),
         max_prompt_tokens=max_prompt_tokens, max_observation_tokens=MOST,
     )  # fmt: skip
     return found, play

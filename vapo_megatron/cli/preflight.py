@@ -34,7 +34,7 @@ def check_run(config: VapoConfig, replay: Path | None, *, all_answers: bool = Fa
 
     Returns:
         What to tell: a warning if the disk will be full, and unless it is a replay or not
-        all_answers, how many rows of each file each verifier judges.
+        all_answers, how many rows of each file each verifier judges, and an episode.
 
     Raises:
         UserError: the first thing that is wrong: what, where, and the remedy.
@@ -42,6 +42,7 @@ def check_run(config: VapoConfig, replay: Path | None, *, all_answers: bool = Fa
     inputs = check_rank(config, replay)
     # These load torch, as check_rank has by now.
     from vapo_megatron.cli.checks.answers import check_answers
+    from vapo_megatron.cli.checks.episode import try_episode
     from vapo_megatron.planning.disk import check_disk
     from vapo_megatron.rollout.input_warnings import tell_warnings
 
@@ -51,6 +52,8 @@ def check_run(config: VapoConfig, replay: Path | None, *, all_answers: bool = Fa
     told = check_disk(config, inputs.shape)
     if replay is None:
         told += check_answers(config, inputs, all_answers=all_answers)
+        episode = try_episode(config, inputs)
+        told += episode if all_answers else []
     return told
 
 

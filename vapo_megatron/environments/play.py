@@ -100,8 +100,15 @@ class Play:
         Raises:
             ConfigError: it does not; each method below raises that, too.
         """
+        self.schemas()
+
+    def schemas(self) -> list[dict[str, Any]]:
+        """Return the JSON schemas of the tools, for the chat template, once it has loaded.
+
+        Empty: there are none. Raises as `check` does.
+        """
         with self._loading():
-            self._sessions.describe()
+            return self._sessions.describe()["schemas"]
 
     def begin(self, key: Hashable, problem: Problem, seed: int) -> None:
         """Begin an episode, by a key that no other has now; its first answer is what reset says."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import json
 import random
 import sys
 from collections.abc import Callable, Mapping
@@ -29,10 +30,10 @@ def make_handler(
     max_characters: int,
     full_score: float | None = None,
 ) -> tuple[Callable[[tuple[Any, ...]], dict[str, Any]], dict[str, Any]]:
-    """Load the environment; return what plays an episode, and nothing to say.
+    """Load the environment; return what plays an episode, and {"schemas": its tools'}.
 
-    Runs in the template: the class is built in each session. An object, or what a function
-    returns, is an environment, too.
+    Runs in the template: the class is built in each session, and here too if it has tools. An
+    object, or what a function returns, is an environment, too.
 
     Args:
         environment: see user_code.sendable.
@@ -41,8 +42,8 @@ def make_handler(
         full_score: see step.checked.
 
     Raises:
-        TypeError: it has not the methods, or does not take the options.
-        Exception: importing it raises.
+        TypeError: it has not the methods, does not take the options, or has schemas of no JSON.
+        Exception: importing it raises, or asking for its tools does.
     """
     given = load(environment)
     if isinstance(given, type) or not callable(given):
@@ -52,7 +53,19 @@ def make_handler(
             inspect.signature(given).bind(**options)
     elif options:
         raise TypeError(f"{type(given).__name__} is built already, and takes no options")
-    return _Episode(given, options, max_characters, full_score).answer, {}
+    about = {"schemas": _schemas(given, options)}
+    return _Episode(given, options, max_characters, full_score).answer, about
+
+
+def _schemas(given: Any, options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    if not hasattr(given, "schemas"):
+        return []
+    environment = given if _is_environment(given) else given(**options)
+    found = environment.schemas()
+    if not isinstance(found, list) or not all(isinstance(schema, dict) for schema in found):
+        raise TypeError(f"schemas returned {found!r:.200}, not a list of dicts")
+    json.dumps(found)  # Raises what the message says if they cannot be sent.
+    return found
 
 
 def _is_environment(given: Any) -> bool:

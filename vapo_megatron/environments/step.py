@@ -18,6 +18,8 @@ An environment of your own is a class with two methods and no base class:
 
 `reset` is given the row's problem and a seed that is the same whenever the episode is sampled
 again; it returns text, messages, or None. `close`, if there is one, is called at the end.
+`schemas`, if there is one, returns the JSON schemas of tools, a list of dicts, for the chat
+template; it is asked once, of an object that plays no episode.
 The class is loaded once, in a process from which each episode's own is forked: threads, a GPU and
 connections are to be started by the object, not on import.
 Imports no torch, so that an environment's process starts quickly.

@@ -3,41 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from vapo_megatron.config import EnvironmentConfig, RewardConfig, RolloutConfig
 from vapo_megatron.config.metrics import emits
+from vapo_megatron.environments.configured import build_play
 from vapo_megatron.environments.play import Play
 from vapo_megatron.errors import ConfigError, UserError
 from vapo_megatron.parallel.reduce import gather_objects
-from vapo_megatron.reward.shaping import full_score
 from vapo_megatron.rollout.inputs import Inputs
 from vapo_megatron.rollout.players import EnvironmentPlayers
 from vapo_megatron.rollout.requests import Work
-from vapo_megatron.rollout.tokenizer import decode_responses
-from vapo_megatron.rollout.turn_tokens import TurnTokens
 from vapo_megatron.rollout.turns import Limits, Turns
 
 if TYPE_CHECKING:
     from vapo_megatron.rollout.vllm.engine import RolloutEngine
-
-
-_CHARACTERS_PER_TOKEN = 32
-"""More than that are cut before they are encoded, which would take long."""
-
-
-def build_play(environment: EnvironmentConfig, reward: RewardConfig) -> Play:
-    """Return what plays an environment's episodes, not started yet."""
-    e = environment
-    assert e.use is not None, "there is an environment"
-    return Play(
-        e.use, e.use, e.options, at_once=e.num_workers, timeout_seconds=e.timeout_seconds,
-        memory_bytes=int(e.memory_gb * 1e9),
-        max_characters=_CHARACTERS_PER_TOKEN * e.max_observation_tokens,
-        full_score=full_score(reward, reward.verifier),
-    )  # fmt: skip
 
 
 class Episodes:
@@ -99,20 +80,16 @@ def start_episodes(
         return None
     play, players, mistake = None, None, ""
     if has_players:
-        play = build_play(environment, reward)
         try:
+            play = build_play(environment, reward)
             play.start()
-            tokens = TurnTokens(inputs.tokenizer, inputs.stop_token_ids, inputs.date)
             players = EnvironmentPlayers(
-                play, tokens, inputs.tokenizer,
-                functools.partial(decode_responses, inputs.tokenizer), reward,
-                max_prompt_tokens=rollout.max_prompt_tokens,
+                play, inputs, reward, max_prompt_tokens=rollout.max_prompt_tokens,
                 max_observation_tokens=environment.max_observation_tokens,
             )  # fmt: skip
             play.check()
         except UserError as error:
             mistake = str(error)
-            play.close()
     if mistake := max(gather_objects(mistake)):
         if play is not None:
             play.close()

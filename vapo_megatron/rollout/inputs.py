@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from vapo_megatron.config import (
     DataConfig,
+    EnvironmentConfig,
     EvaluationConfig,
     FileConfig,
     RolloutConfig,
@@ -16,6 +17,8 @@ from vapo_megatron.config import (
 from vapo_megatron.data.mixture import Mixture
 from vapo_megatron.data.problems import load_problems
 from vapo_megatron.data.prompts import OnProgress, PromptDataset
+from vapo_megatron.environments.configured import schemas_of
+from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.parallel import store
 from vapo_megatron.rollout.special_tokens import begin_of
@@ -60,6 +63,7 @@ def read_inputs(
     evaluation: EvaluationConfig,
     *,
     seed: int,
+    environment: EnvironmentConfig | None = None,
     on_progress: OnProgress | None = None,
     date: str | None = None,
 ) -> Inputs:
@@ -69,6 +73,7 @@ def read_inputs(
         shape, hf_path: the model's sizes, and the directory of its tokenizer.
         data, rollout, evaluation: the files, their columns, the stop tokens and the length limit.
         seed: of the order of the training prompts.
+        environment: has tools, of which prompts tell; None: there are none.
         on_progress: called with (tokenized, all) prompts of each file.
         date: for chat templates that write it; None: today.
 
@@ -78,7 +83,7 @@ def read_inputs(
     """
     tokenizer = load_tokenizer(hf_path)
     stop = check_tokenizer(hf_path, tokenizer, rollout.stop_token_ids, shape.vocab_size)
-    template = ChatTemplate(tokenizer, date)
+    template = ChatTemplate(tokenizer, date, tools_of(environment, tokenizer))
 
     read = functools.partial(
         read_prompts, tokenizer=tokenizer, template=template, seed=seed, on_progress=on_progress,
@@ -93,11 +98,27 @@ def read_inputs(
     elif evaluation.path is not None:
         held_out = read(evaluation.path, data, shuffle=False)
     again = functools.partial(
-        read_inputs, shape, hf_path, data, rollout, evaluation, seed=seed, on_progress=on_progress
-    )
+        read_inputs, shape, hf_path, data, rollout, evaluation, seed=seed, environment=environment,
+        on_progress=on_progress,
+    )  # fmt: skip
     return Inputs(
         shape, tokenizer, stop, dataset, held_out, data.skip_unusable, template.date, again
     )
+
+
+def tools_of(environment: EnvironmentConfig | None, tokenizer: Any) -> list[dict[str, Any]]:
+    """Return the JSON schemas of the environment's tools.
+
+    Raises:
+        ConfigError: it does not load, or there is no chat template to tell of tools.
+    """
+    schemas = [] if environment is None else schemas_of(environment)
+    if schemas and not tokenizer.chat_template:
+        raise ConfigError(
+            "the environment has tools, but the tokenizer has no chat template that tells the "
+            "policy of them; use a model with one, or environment.tools=[]"
+        )
+    return schemas
 
 
 def _training_prompts(data: DataConfig, read: Callable[..., PromptDataset]) -> PromptDataset:

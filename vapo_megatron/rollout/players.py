@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
 
 from vapo_megatron.config import RewardConfig
 from vapo_megatron.config.reward import ENVIRONMENT
@@ -19,6 +17,8 @@ from vapo_megatron.environments.step import CUT, Observation
 from vapo_megatron.errors import DataError
 from vapo_megatron.reward.shaping import scored_verdict
 from vapo_megatron.reward.verifier import Status, Verdict
+from vapo_megatron.rollout.inputs import Inputs
+from vapo_megatron.rollout.tokenizer import decode_responses
 from vapo_megatron.rollout.turn_tokens import TurnTokens
 from vapo_megatron.rollout.turns import Answer
 
@@ -28,27 +28,26 @@ class EnvironmentPlayers:
 
     Args:
         play: has been started.
-        tokens: of the tokenizer.
-        tokenizer: transformers'.
-        decode: token ids of actions to their texts.
+        inputs: has the tokenizer.
         reward: of the run.
         max_prompt_tokens: of a prompt with what the environment says before any action.
         max_observation_tokens: of an observation's texts.
+
+    Raises:
+        ConfigError: the chat template allows no episodes; see TurnTokens.
     """
 
     def __init__(
         self,
         play: Play,
-        tokens: TurnTokens,
-        tokenizer: Any,
-        decode: Callable[[Sequence[Sequence[int]]], list[str]],
+        inputs: Inputs,
         reward: RewardConfig,
         *,
         max_prompt_tokens: int,
         max_observation_tokens: int,
     ) -> None:
-        self._play, self._tokens, self._tokenizer = play, tokens, tokenizer
-        self._decode, self._reward = decode, reward
+        self._play, self._tokenizer, self._reward = play, inputs.tokenizer, reward
+        self._tokens = TurnTokens(inputs.tokenizer, inputs.stop_token_ids, inputs.date)
         self._max_prompt_tokens = max_prompt_tokens
         self._max_observation_tokens = max_observation_tokens
         self._asked = dict[int, Rollout]()
@@ -59,7 +58,7 @@ class EnvironmentPlayers:
         self._asked[rollout.position] = rollout
         if rollout.token_ids:
             start = rollout.turns[-1].end if rollout.turns else 0
-            (action,) = self._decode([rollout.token_ids[start:]])
+            (action,) = decode_responses(self._tokenizer, [rollout.token_ids[start:]])
             self._play.act(rollout.position, action)
         else:
             self._known[rollout.position] = Episode()

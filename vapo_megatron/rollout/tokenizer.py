@@ -210,14 +210,15 @@ class ChatTemplate:
     Args:
         tokenizer: transformers'.
         date: what a template that asks for the time is told, in ISO form; None: today.
+        tools: JSON schemas of the run's own, which every prompt tells of.
 
     Raises:
         DataError: when called, without a remedy. The tokenizer has no chat template, it refuses the
             messages or does not write a part of them, or its text would be encoded to other ids.
     """
 
-    def __init__(self, tokenizer: Any, date: str | None = None) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, date: str | None = None, tools: Sequence[Any] = ()) -> None:
+        self._tokenizer, self._tools = tokenizer, tools
         day = datetime.date.today() if date is None else datetime.date.fromisoformat(date)
         self._now = datetime.datetime.combine(day, datetime.time())
         self.date: str | None = None
@@ -237,11 +238,14 @@ class ChatTemplate:
         """
         begin = self._begin
         variables = variables or {}
+        if tools and self._tools:
+            raise DataError("it has tools of its own, and the run's environment has others")
+        tools = tools or self._tools
         self._check_variables(variables, tools)
         options = {**variables, **({"tools": list(tools)} if tools else {})}
         text = self.written(messages, **options)
         if tools and text == self.written(messages, **variables):
-            raise DataError("the tokenizer's chat template does not write the row's tools")
+            raise DataError("the tokenizer's chat template does not write the tools given to it")
         for i, message in enumerate(messages):
             if message["role"] == "tool" or "tool_calls" in message:
                 self._check_rendered(text, messages, i, options)

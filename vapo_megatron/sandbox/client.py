@@ -64,6 +64,8 @@ class Outcome:
     failure: str
     """Empty: it ended by itself with exit code 0."""
     cpu_seconds: float
+    errors: bytes
+    """The last that was written to standard error, the program's before its test's."""
 
 
 class Sandbox:
@@ -126,7 +128,11 @@ class Sandbox:
             self._process = self._socket = None
 
     def __enter__(self) -> Self:
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -265,7 +271,7 @@ class Sandbox:
         # What a program says of its failure, before what its test says of that.
         told = b"\n".join(received[file].strip() for file in errors.values()).strip()
         failure = failure or _failure(ends[0]["exit"], max(used), told, budget)
-        return Outcome(bytes(received[output]), failure, sum(used))
+        return Outcome(bytes(received[output]), failure, sum(used), told)
 
 
 def _failure(exit_code: int, cpu_seconds: float, errors: bytes, budget: Budget) -> str:

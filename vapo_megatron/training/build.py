@@ -119,7 +119,13 @@ class Built:
             return Replay(replay, self.ranks, default_name(self.config.reward, verifier))
         c, hf_path = self.config, str(self.config.model.hf_path)
         inputs = inputs or read_inputs(
-            self.shape, hf_path, c.data, c.rollout, c.evaluation, seed=c.seed
+            self.shape,
+            hf_path,
+            c.data,
+            c.rollout,
+            c.evaluation,
+            seed=c.seed,
+            environment=c.environment,
         )
         inputs = inputs.agreed()
         if self.worlds is not None:

@@ -42,7 +42,7 @@ def _read_prompts(config: VapoConfig, shape: ModelShape) -> Inputs:
     with ProgressBar("prompts") as bar:
         inputs = read_inputs(
             shape, str(config.model.hf_path), config.data, config.rollout, config.evaluation,
-            seed=config.seed, on_progress=bar.show, date=date,
+            seed=config.seed, environment=config.environment, on_progress=bar.show, date=date,
         )  # fmt: skip
     if inputs.dataset is not None and state is not None:
         inputs.dataset.check_state(state["run"]["data"])

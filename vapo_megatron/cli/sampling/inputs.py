@@ -20,7 +20,7 @@ from vapo_megatron.rollout.evaluation.samples_file import (
     verdict_settings,
     weights_digest,
 )
-from vapo_megatron.rollout.inputs import Inputs, read_prompts
+from vapo_megatron.rollout.inputs import Inputs, read_prompts, tools_of
 from vapo_megatron.rollout.requests import max_model_len, with_own_limits
 from vapo_megatron.rollout.tokenizer import ChatTemplate, check_tokenizer, load_tokenizer
 from vapo_megatron.weights.hf_directory import exported_step
@@ -92,7 +92,8 @@ def check(checkpoint: Path, data: Path, config: VapoConfig, out: Path | None = N
     """
     hf_path = find_hf_directory(checkpoint)
     tokenizer = load_tokenizer(hf_path)
-    template = ChatTemplate(tokenizer, noted_date(out) or date_of_run(checkpoint))
+    date = noted_date(out) or date_of_run(checkpoint)
+    template = ChatTemplate(tokenizer, date, tools_of(config.environment, tokenizer))
     # The default limit is for training; an evaluation skips no problem unless asked to.
     is_limited = "max_prompt_tokens" in config.rollout.model_fields_set
     with ProgressBar("prompts") as bar:
