@@ -91,10 +91,10 @@ has_reported = threading.Event()
 def _record(file: Path, line: str, code: int, trace: str) -> bool:
     """Write the error file, of which torch's report shows py_callstack; return whether it could."""
     now = time.time()
-    shown = {"py_callstack": line, "timestamp": str(int(now))}
+    extra = {"py_callstack": line, "timestamp": str(int(now))}
     own = {"line": line, "code": code, "trace": trace, "time": now}
     try:
-        file.write_text(json.dumps({"message": {"message": line, "extraInfo": shown}, "own": own}))
+        file.write_text(json.dumps({"message": {"message": line, "extraInfo": extra}, "own": own}))
     except OSError:
         return False
     return True

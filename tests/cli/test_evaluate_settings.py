@@ -40,13 +40,13 @@ class OneSampler(Sampler):
 def evaluate(hf, data, out, tp_size, overrides=()):
     """What a rank is told, or the verifiers that it starts; a worker's function."""
     from vapo_megatron.errors import UserError
-    from vapo_megatron.reward import verifiers as running
+    from vapo_megatron.reward import built_in
 
     dist.destroy_process_group()
     config = inputs.evaluation_config(
         hf, [*OVERRIDES, f"rollout.tensor_model_parallel_size={tp_size}", *overrides], 2
     )
-    verifiers, verifier = [], running.MathVerifier
+    verifiers, verifier = [], built_in.MathVerifier
 
     def noted(*arguments):
         verifiers.append(arguments)
@@ -55,7 +55,7 @@ def evaluate(hf, data, out, tp_size, overrides=()):
     with (
         mock.patch.object(samples, "build_engine", lambda *_: OneSampler(tp_size)),
         mock.patch.object(samples, "decode_responses", lambda _, responses: decode(responses)),
-        mock.patch.object(running, "MathVerifier", noted),
+        mock.patch.object(built_in, "MathVerifier", noted),
     ):
         try:
             summaries.evaluate_checkpoint(inputs.check(hf, data, config), config, out)

@@ -4,8 +4,6 @@ Not exercised: real tokenizers (a character here is a token).
 """
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -182,15 +180,6 @@ def test_each_prompt_is_tokenized_once():
     dataset = dataset_of([Problem("a", "1"), Problem("b", "2")], tokenize)
     prompts = [*dataset.next(5), *dataset.problems]
     assert {p.token_ids for p in prompts} == {(2**31 - 1, 0)} and asked == ["a", "b"]
-
-
-def test_reading_files_needs_no_torch():
-    program = "import sys, vapo_megatron.data.problems, vapo_megatron.data.packing; "
-    program += "print('torch' in sys.modules)"
-    output = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert output.stdout.strip() == "False"
 
 
 def test_rows_that_are_left_out_change_nothing_of_the_others():

@@ -15,7 +15,7 @@ import pytest
 from tests.reward.raw_server import RawServer, completion, http
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.reward.judge import Judge, Pairwise
-from vapo_megatron.reward.replies import redactor
+from vapo_megatron.reward.redaction import redactor
 from vapo_megatron.reward.verifier import Problem
 
 KEY = "sk-nobody/may+write<this>&down"

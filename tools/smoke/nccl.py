@@ -37,10 +37,10 @@ from tools.smoke.report import Row, judged, skipped
 from tools.smoke.sampler import (
     against_trainer,
     build_engine,
+    fill_weights_with_nan,
     missing_vllm,
     sample,
     sampling_config,
-    spoil,
 )
 from tools.smoke.sizes import Sizes
 from vapo_megatron.config.phases import Role
@@ -215,7 +215,7 @@ def synced(sizes: Sizes, directory: Path, rollout_tp: int) -> Iterator[Row]:
     engine = build_engine(config.model_copy(update={"rollout": eager}), sizes.parity_shape)
     engine.sleep()
     for version, layout in enumerate(layouts(world_size)):
-        spoil(engine)
+        fill_weights_with_nan(engine)
         config = sampling_config(load, hf_path, rollout_tp=rollout_tp, **layout)
         actor = build_role("actor", sizes.parity_shape, config)
         assert isinstance(actor, Actor)

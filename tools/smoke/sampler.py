@@ -86,11 +86,11 @@ def sampler(sizes: Sizes, directory: Path) -> Iterator[Row]:
     yield _timed_row(engine, load, share)
     yield against_trainer("sampler", "first weights", actor, first)
     engine.sleep()
-    spoil(engine)
+    fill_weights_with_nan(engine)
     sync.publish(chunks, 1)
     yield _slept(first, sample(engine, load, 1), share)
     engine.sleep()
-    spoil(engine)
+    fill_weights_with_nan(engine)
     for chunk in chunks:
         for parameter in chunk.parameters():
             parameter.data.mul_(1.25)
@@ -178,7 +178,7 @@ def used_bytes() -> int:
     return total - free
 
 
-def spoil(engine: RolloutEngine) -> None:
+def fill_weights_with_nan(engine: RolloutEngine) -> None:
     """Overwrite the weights of a sleeping engine where sleeping frees nothing: on a CPU."""
     if not torch.cuda.is_available():
         for weight in engine.live_weights().values():
@@ -205,7 +205,7 @@ def _asleep(engine: RolloutEngine, load: EngineLoad, before: int) -> Row:
     weights = sum(weight.tensor.nbytes for weight in engine.live_weights().values())
     awake = used_bytes()
     engine.sleep()
-    spoil(engine)
+    fill_weights_with_nan(engine)
     left = used_bytes()
     wanted = 0.95 * (weights + load.kv_cache_bytes) if torch.cuda.is_available() else 0.0
     figures = {

@@ -190,5 +190,5 @@ def _difference(name: str, a: Tensor, b: Tensor) -> Difference:
             "from the same model"
         )
     norm = float(torch.linalg.vector_norm(a, dtype=torch.float64))
-    apart = float(torch.linalg.vector_norm(a - b, dtype=torch.float64))
-    return Difference(name, norm, apart / norm if norm else (math.inf if apart else apart))
+    difference = float(torch.linalg.vector_norm(a - b, dtype=torch.float64))
+    return Difference(name, norm, difference / norm if norm else (math.inf if difference else 0.0))

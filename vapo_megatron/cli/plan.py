@@ -84,23 +84,23 @@ def plan(options: argparse.Namespace) -> tuple[str, str | None]:
     if not ranking.plans:
         closest, refusal = describe.describe_misfit(shape, ranking, cluster)
         return f"{job}\n\n{table}\n\n{closest}", refusal
-    shown = [
+    details = [
         describe.describe_plan(shape, one, resharding_seconds(shape, one))
         for one in ranking.plans[: options.details]
     ]
     best = ranking.plans[0]
     if best.config.rollout.is_disaggregated or best.config.rollout.carry_over_groups:
-        shown.append(describe.describe_gain(best, best_colocated(options, shape, best)))
+        details.append(describe.describe_gain(best, best_colocated(options, shape, best)))
     pasted = "to paste:\n" + describe.to_paste(best.config).rstrip()
-    return "\n\n".join([job, table, *shown, pasted, describe.NOT_MODELLED]), None
+    return "\n\n".join([job, table, *details, pasted, describe.NOT_MODELLED]), None
 
 
-def best_colocated(options: argparse.Namespace, shape: ModelShape, apart: Plan) -> Plan | None:
-    """Return the fastest plan of the same job by turns, with the same settings fixed."""
+def best_colocated(options: argparse.Namespace, shape: ModelShape, best: Plan) -> Plan | None:
+    """Return the fastest colocated plan of the same job, with the same settings fixed."""
     base = base_config(options).colocated()
     fixed = fixed_settings(options)._replace(samplers=None)
     try:
-        plans = rank(shape, base, apart.cluster, apart.workload, fixed).plans
+        plans = rank(shape, base, best.cluster, best.workload, fixed).plans
     except ConfigError:  # a size of vLLM that divides the rollout workers, but not all GPUs
         return None
     return plans[0] if plans else None

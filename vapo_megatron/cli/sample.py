@@ -18,14 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vapo_megatron.cli.command import Parser, under_torchrun
-from vapo_megatron.cli.sampling.options import (
-    add_checkpoint,
-    add_sampling,
-    become_torchrun,
-    main_of,
-    num_processes,
-    sampling_overrides,
-)
+from vapo_megatron.cli.sampling import options as shared
 from vapo_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,7 +29,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return 0; 2 for a user's mistake; 130 when interrupted."""
-    return main_of("sample", _parser(), _sample, argv, interrupted="nothing was kept")
+    return shared.main_of("sample", _parser(), _sample, argv, interrupted="nothing was kept")
 
 
 def _sample(options: argparse.Namespace, worker: Sequence[str]) -> str | None:
@@ -49,7 +42,7 @@ def _sample(options: argparse.Namespace, worker: Sequence[str]) -> str | None:
     columns = ["data.prompt_column=prompt"] if options.prompt is not None else []
     columns += ["data.answer_column=null"] if options.prompt is not None else []
     config = inputs.evaluation_config(
-        options.checkpoint, [*sampling_overrides(options), *columns], num_processes(None)
+        options.checkpoint, shared.sampling_overrides(options) + columns, shared.num_processes(None)
     )
     with tempfile.TemporaryDirectory() as directory:
         data = options.data
@@ -58,12 +51,12 @@ def _sample(options: argparse.Namespace, worker: Sequence[str]) -> str | None:
             data.write_text(_row(options.prompt, options.checkpoint, is_plain=options.plain))
         evaluation = inputs.check(options.checkpoint, data, config)
     if config.parallel.world_size > 1 and not under_torchrun():
-        become_torchrun(config.parallel.world_size, worker)
+        shared.become_torchrun(config.parallel.world_size, worker)
     config = config.model_copy(update={"rollout": evaluation.rollout})
     prompts = evaluation.dataset.problems[: options.problems]
     rollouts = _rollouts(evaluation, config, prompts)
     texts = decode_responses(evaluation.inputs.tokenizer, [r.token_ids for r in rollouts])
-    return "\n".join(_shown(rollouts, texts)) if rollouts else None
+    return "\n".join(_lines(rollouts, texts)) if rollouts else None
 
 
 def _row(prompt: str, checkpoint: Path, *, is_plain: bool) -> str:
@@ -94,7 +87,7 @@ def _rollouts(
         return generate(engine, asked, [samples] * len(prompts), 0, settings, VERSION)
 
 
-def _shown(rollouts: Iterable[Rollout], texts: Iterable[str]) -> Iterable[str]:
+def _lines(rollouts: Iterable[Rollout], texts: Iterable[str]) -> Iterable[str]:
     """Yield each prompt once, and its responses."""
     for rollout, text in zip(rollouts, texts, strict=True):
         if rollout.sample == 0:
@@ -108,12 +101,12 @@ def _parser() -> Parser:
     usage = "vapo sample --checkpoint DIR (--prompt TEXT | --data FILE) [options] [field=value ...]"
     parser = Parser(prog="vapo sample", usage=usage, description=__doc__)
     what = parser.add_argument_group("what")
-    add_checkpoint(what)
+    shared.add_checkpoint(what)
     what.add_argument("--prompt", metavar="TEXT", help="of a user")
     what.add_argument("--plain", action="store_true", help="give the prompt without a template")
     what.add_argument("--data", type=Path, metavar="FILE", help="JSONL or parquet, as to train on")
     what.add_argument(
         "--problems", type=int, default=1, metavar="N", help="the file's first N (default: 1)"
     )
-    add_sampling(parser, samples=4)
+    shared.add_sampling(parser, samples=4)
     return parser

@@ -100,15 +100,10 @@ def _recompute_rule(c: VapoConfig) -> str | None:
 def _batch_rule(c: VapoConfig) -> str | None:
     a = c.algorithm
     for part in ("group_size", "mini_batch_size"):
-        whole = "responses_per_step"
-        problem = _divides(f"algorithm.{whole}", a.responses_per_step, part, getattr(a, part))
-        if problem:
+        name = "algorithm.responses_per_step"
+        if problem := _divides(name, a.responses_per_step, part, getattr(a, part)):
             return problem
-    return _at_least_data_parallel(c)
-
-
-def _at_least_data_parallel(c: VapoConfig) -> str | None:
-    size, dp_size = c.algorithm.mini_batch_size, c.parallel.data_parallel_size
+    size, dp_size = a.mini_batch_size, c.parallel.data_parallel_size
     if size < dp_size:
         return (
             f"algorithm.mini_batch_size={size} must be at least the data-parallel size {dp_size} "
@@ -126,6 +121,14 @@ def _lambda_rule(c: VapoConfig) -> str | None:
     return None
 
 
+def _needs_critic(c: VapoConfig, found: str, remedy: str) -> str:
+    return (
+        f"{found} needs a critic, which algorithm.advantage_estimator="
+        f"{c.algorithm.advantage_estimator} does not train; set {remedy}, or "
+        "advantage_estimator=gae"
+    )
+
+
 def _estimator_rule(c: VapoConfig) -> str | None:
     a = c.algorithm
     if "critic" in a.trained_roles:
@@ -137,17 +140,10 @@ def _estimator_rule(c: VapoConfig) -> str | None:
             "algorithm.value_pretraining_steps=0, or advantage_estimator=gae"
         )
     if c.model.value_head_bias != "none":
-        return (
-            f"model.value_head_bias={c.model.value_head_bias} needs a critic, which "
-            f"algorithm.advantage_estimator={a.advantage_estimator} does not train; set "
-            "value_head_bias=none, or advantage_estimator=gae"
-        )
+        bias = c.model.value_head_bias
+        return _needs_critic(c, f"model.value_head_bias={bias}", "value_head_bias=none")
     if a.positive_lm_weight == "advantage":
-        return (
-            "algorithm.positive_lm_weight=advantage needs a critic, which "
-            f"algorithm.advantage_estimator={a.advantage_estimator} does not train; set "
-            "positive_lm_weight=one, or advantage_estimator=gae"
-        )
+        return _needs_critic(c, "algorithm.positive_lm_weight=advantage", "positive_lm_weight=one")
     if a.group_size == 1:
         return (
             "algorithm.group_size=1 must be at least 2 with algorithm.advantage_estimator="
@@ -159,11 +155,8 @@ def _estimator_rule(c: VapoConfig) -> str | None:
 def _stage_rule(c: VapoConfig) -> str | None:
     a = c.algorithm
     if c.model.critic_checkpoint is not None and "critic" not in a.trained_roles:
-        return (
-            f"model.critic_checkpoint={c.model.critic_checkpoint} needs a critic, which "
-            f"algorithm.advantage_estimator={a.advantage_estimator} does not train; set "
-            "critic_checkpoint=null, or advantage_estimator=gae"
-        )
+        path = c.model.critic_checkpoint
+        return _needs_critic(c, f"model.critic_checkpoint={path}", "critic_checkpoint=null")
     if a.stage == "all":
         if a.value_pretraining_patience is None:
             return None
@@ -200,16 +193,14 @@ def _dynamic_sampling_rule(c: VapoConfig) -> str | None:
 
 
 def _sampling_rule(c: VapoConfig) -> str | None:
-    if c.rollout.top_p != 1:
-        return (
-            f"rollout.top_p={c.rollout.top_p} must be 1: training needs the log-probabilities of "
-            "the distribution that was sampled from; set it to 1 (evaluation.top_p is free)"
-        )
-    if c.rollout.top_k != -1:
-        return (
-            f"rollout.top_k={c.rollout.top_k} must be -1: training needs the log-probabilities of "
-            "the distribution that was sampled from; set it to -1 (evaluation.top_k is free)"
-        )
+    for name, off in (("top_p", 1), ("top_k", -1)):
+        value = getattr(c.rollout, name)
+        if value != off:
+            return (
+                f"rollout.{name}={value} must be {off}: training needs the log-probabilities of "
+                f"the distribution that was sampled from; set it to {off} (evaluation.{name} is "
+                "free)"
+            )
     return None
 
 
@@ -291,11 +282,7 @@ def _value_range_rule(c: VapoConfig) -> str | None:
 
 def _critic_prompt_rule(c: VapoConfig) -> str | None:
     if c.data.has_critic_prompts and "critic" not in c.algorithm.trained_roles:
-        return (
-            "data.critic_prompt_column needs a critic, which algorithm.advantage_estimator="
-            f"{c.algorithm.advantage_estimator} does not train; set it to null, or "
-            "advantage_estimator=gae"
-        )
+        return _needs_critic(c, "data.critic_prompt_column", "it to null")
     if c.data.critic_prompt_column is not None and c.data.sources:
         return (
             f"data.critic_prompt_column={c.data.critic_prompt_column} is of data.train_path; with "

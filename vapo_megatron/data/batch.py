@@ -24,7 +24,7 @@ from vapo_megatron.data.columns import PER_RESPONSE, PER_TOKEN, SAMPLED
 from vapo_megatron.data.rollout import CUTS, PENDING, STATUSES, Episode, ScoredRollout
 
 
-def _told(
+def _gathered(
     dtype: torch.dtype, read: Callable[[ScoredRollout], float], missing: float | None = None
 ) -> Any:
     """Declare a field of StepSummary: its dtype, and how it is read from a response.
@@ -62,41 +62,41 @@ class StepSummary:
     All arrays are [N].
     """
 
-    prompt_lengths: Tensor = _told(torch.int64, lambda s: len(s.rollout.prompt.token_ids))
+    prompt_lengths: Tensor = _gathered(torch.int64, lambda s: len(s.rollout.prompt.token_ids))
     """tokens"""
-    response_lengths: Tensor = _told(torch.int64, lambda s: len(s.rollout.token_ids))
+    response_lengths: Tensor = _gathered(torch.int64, lambda s: len(s.rollout.token_ids))
     """tokens"""
-    statuses: Tensor = _told(torch.int64, lambda s: (*STATUSES, PENDING).index(s.status))
+    statuses: Tensor = _gathered(torch.int64, lambda s: (*STATUSES, PENDING).index(s.status))
     """index into STATUSES; their number where the verdict is pending"""
-    truncated: Tensor = _told(torch.bool, lambda s: s.rollout.truncated)
+    truncated: Tensor = _gathered(torch.bool, lambda s: s.rollout.truncated)
     """Rollout.truncated"""
-    rewards: Tensor = _told(torch.float32, lambda s: s.reward)
+    rewards: Tensor = _gathered(torch.float32, lambda s: s.reward)
     """of the verdicts, shaped"""
-    prompt_indices: Tensor = _told(torch.int64, lambda s: s.rollout.prompt.index)
+    prompt_indices: Tensor = _gathered(torch.int64, lambda s: s.rollout.prompt.index)
     """Prompt.index"""
-    firsts: Tensor = _told(torch.int64, lambda s: s.rollout.first)
+    firsts: Tensor = _gathered(torch.int64, lambda s: s.rollout.first)
     """Rollout.first: the same for all responses of a group"""
     sources: Tensor = _known()
     """int64, the rank that sampled it and has its text"""
-    critic_prompt_lengths: Tensor | None = _told(torch.int64, _critic_prompt_length, -1)
+    critic_prompt_lengths: Tensor | None = _gathered(torch.int64, _critic_prompt_length, -1)
     """tokens; None: the critic is given the same prompts"""
-    scores: Tensor | None = _told(
+    scores: Tensor | None = _gathered(
         torch.float32, lambda s: math.nan if s.score is None else s.score, math.nan
     )
     """the verdicts' own, NaN where there is none; None: no verdict has one"""
-    inserted_lengths: Tensor | None = _told(torch.int64, lambda s: s.rollout.num_inserted, 0)
+    inserted_lengths: Tensor | None = _gathered(torch.int64, lambda s: s.rollout.num_inserted, 0)
     """tokens that others wrote between a response's own; None: there are none"""
-    earned: Tensor | None = _told(torch.float32, lambda s: s.earned, 0)
+    earned: Tensor | None = _gathered(torch.float32, lambda s: s.earned, 0)
     """sums of ScoredRollout.token_rewards; None: there are none"""
-    turns: Tensor | None = _told(torch.int64, lambda s: len(s.rollout.turns), 0)
+    turns: Tensor | None = _gathered(torch.int64, lambda s: len(s.rollout.turns), 0)
     """their number; None: no response has an environment"""
-    environment_failed: Tensor | None = _told(torch.bool, lambda s: _episode(s).failed, 0)
+    environment_failed: Tensor | None = _gathered(torch.bool, lambda s: _episode(s).failed, 0)
     """Episode.failed; None: none has"""
-    environment_seconds: Tensor | None = _told(torch.float32, lambda s: _episode(s).seconds, 0)
+    environment_seconds: Tensor | None = _gathered(torch.float32, lambda s: _episode(s).seconds, 0)
     """Episode.seconds; None: none took any"""
-    cuts: Tensor | None = _told(torch.int64, lambda s: CUTS.index(_episode(s).cut), 0)
+    cuts: Tensor | None = _gathered(torch.int64, lambda s: CUTS.index(_episode(s).cut), 0)
     """index of Episode.cut; None: none was cut"""
-    column_bits: Tensor | None = _told(torch.int64, _column_bits, 0)
+    column_bits: Tensor | None = _gathered(torch.int64, _column_bits, 0)
     """which columns of SAMPLED it has, beside log-probabilities; None: no others"""
 
     @property

@@ -155,12 +155,10 @@ def _message(item: Any, name: str, where: str) -> Message:
         or not isinstance(known["content"], str)
         or known.get("tool_calls", True) is None
     ):
-        shown = repr(item)
-        shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
         raise DataError(
-            f"{where}: {name}={shown} must be a message with a role (system, user, assistant), a "
-            "text as content, of an assistant maybe tool_calls, or of role tool with maybe name "
-            "and tool_call_id, and nothing else; correct or remove the row"
+            f"{where}: {name}={_quoted(item)} must be a message with a role (system, user, "
+            "assistant), a text as content, of an assistant maybe tool_calls, or of role tool "
+            "with maybe name and tool_call_id, and nothing else; correct or remove the row"
         )
     encodable(json.dumps(known, ensure_ascii=False), name, where)
     return known
@@ -208,9 +206,9 @@ def template_options(row: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _wrong(column: str, row: Mapping[str, Any], where: str, what: str) -> DataError:
-    shown = repr(row[column])
-    shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
-    return DataError(f"{where}: {column}={shown} must be {what}; correct or remove the column")
+    return DataError(
+        f"{where}: {column}={_quoted(row[column])} must be {what}; correct or remove the column"
+    )
 
 
 def _parsed(value: Any) -> Any:
@@ -237,3 +235,9 @@ def encodable(text: str, column: str, where: str) -> str:
             "correct or remove the row"
         ) from None
     return text
+
+
+def _quoted(value: Any) -> str:
+    """Return a value as Python writes it, up to 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -80,15 +80,14 @@ def load_problems(
     if not path.is_file():
         raise DataError(f"data file {path} does not exist; give the path of an existing file")
     section = "data" if source is None else f"{section}.sources.{source}"
-    columns = {f"{section}.prompt_column": prompt_column}
-    if answer_column is not None:
-        columns[f"{section}.answer_column"] = answer_column
-    if critic_prompt_column is not None:
-        columns[f"{section}.critic_prompt_column"] = critic_prompt_column
+    given = prompt_column, answer_column, critic_prompt_column
+    names = "prompt_column", "answer_column", "critic_prompt_column"
+    columns = {f"{section}.{name}": c for name, c in zip(names, given) if c is not None}
     problems: list[Problem] = []
     try:
         # The row loses prompt and answer and stays as the problem's metadata.
         for where, row in _rows(path, columns):
+            # First, since its column may be the prompt's, which the row loses.
             critic_prompt = None
             if critic_prompt_column is not None:
                 critic_prompt = _prompt(row, critic_prompt_column, where, render)

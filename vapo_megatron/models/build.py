@@ -227,6 +227,7 @@ def build_model(
 
 
 def _context_shards(shape: ModelShape, dtype: torch.dtype, ranks: Ranks) -> ContextShards | None:
+    """Of our own attention: Transformer Engine exchanges keys and values itself."""
     if ranks.cp_size == 1:
         return None
     varlen = uses_flash_attention(dtype)

@@ -28,7 +28,7 @@ from vapo_megatron.data.rollout import ScoredRollout
 from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.groups import Ranks
 
-_TOLD = [field for field in dataclasses.fields(StepSummary) if field.metadata]
+_GATHERED = [field for field in dataclasses.fields(StepSummary) if field.metadata]
 """What a response's row says after its position."""
 _NO_TRAINER = -1
 """In place of a data-parallel rank."""
@@ -53,9 +53,9 @@ def gather_summary(
     world_size = dist.get_world_size(group)
     counts = _all_gather(torch.tensor([len(local)]), group).flatten()
     # Numbers that are not there, on ranks with fewer rollouts than others, are not read.
-    rows = torch.full((int(counts.max()), 1 + len(_TOLD)), -1.0, dtype=torch.float64)
+    rows = torch.full((int(counts.max()), 1 + len(_GATHERED)), -1.0, dtype=torch.float64)
     for row, item in zip(rows, local):
-        told = [field.metadata["read"](item) for field in _TOLD]
+        told = [field.metadata["read"](item) for field in _GATHERED]
         row[:] = torch.tensor([item.rollout.position, *told], dtype=torch.float64)
     gathered = _all_gather(rows, group)
     held = torch.cat([gathered[r, : counts[r]] for r in range(world_size)])
@@ -64,7 +64,7 @@ def gather_summary(
     positions, *columns = held[order].unbind(1)
     _check_positions(positions.long().tolist(), num_responses)
     read: dict[str, Any] = {
-        field.name: _read(column, field) for field, column in zip(_TOLD, columns)
+        field.name: _read(column, field) for field, column in zip(_GATHERED, columns)
     }
     if (of_critic := read["critic_prompt_lengths"]) is not None:
         read["critic_prompt_lengths"] = of_critic.where(of_critic >= 0, read["prompt_lengths"])
@@ -84,10 +84,10 @@ def _read(column: Tensor, field: dataclasses.Field[Any]) -> Tensor | None:
 def _check_positions(found: Sequence[int], num_responses: int) -> None:
     missing = sorted(set(range(num_responses)) - set(found))
     if missing:
-        shown = ", ".join(map(str, missing[:9])) + (", ..." if len(missing) > 9 else "")
+        listed = ", ".join(map(str, missing[:9])) + (", ..." if len(missing) > 9 else "")
         raise RuntimeError(
             f"the engine left out {len(missing)} of {num_responses} responses, at positions "
-            f"{shown}; restart the run, which resumes from its latest checkpoint"
+            f"{listed}; restart the run, which resumes from its latest checkpoint"
         )
     assert len(found) == num_responses, "a response was sampled twice"
 

@@ -50,13 +50,8 @@ import functools
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.config.phases import Role
 from vapo_megatron.models.hf_config import ModelShape
+from vapo_megatron.planning.logprobs import logprob_bytes
 from vapo_megatron.planning.model_bytes import Layout
-
-CPU_CHUNK_BYTES = 192 * 2**20
-GPU_CHUNK_BYTES = 2**30
-GPU_CHUNK_ROWS = 4096
-SLAB_BYTES = 32 * 2**20
-"""score_chunks.py's constants of these names."""
 
 
 def microbatch_tokens(config: VapoConfig) -> int:
@@ -235,35 +230,15 @@ class Passes:
         return max(layer - logits, after) + buffers, logits
 
     def _logits(self, *, training: bool) -> int:
-        """Bytes of the actor's log-probabilities on the last stage, 0 elsewhere.
-
-        One chunk of scores (score_chunks.py) in float32; on a CPU in the weight's dtype, with
-        bfloat16 weights beside a tile in float32. Another tile is for the entropy, which is
-        computed with the old log-probabilities and in the loss only for an entropy bonus. The
-        backward pass adds the gradient of the hidden states, the float32 gradient of the output
-        weight's shard and, with bfloat16 weights, the chunk's gradient in their dtype (on a CPU one
-        slab), or the weight's gradient in it, by when the scores are freed.
-        """
+        """Bytes of the actor's log-probabilities on the last stage, 0 elsewhere."""
         if self.role != "actor" or not self._is_last:
             return 0
-        size, columns = self._layout.element_bytes, self._layout.vocabulary_rows
-        most = max(1, (CPU_CHUNK_BYTES if self.on_cpu else GPU_CHUNK_BYTES) // (4 * columns))
-        most = most if self.on_cpu else min(most, GPU_CHUNK_ROWS)
-        chunk = min(most, self.tokens)
-        tile = min(max(1, most // 8), chunk)
+        # The old log-probabilities come with the entropy, the loss only for an entropy bonus.
         with_entropy = not training or self.config.algorithm.entropy_coef > 0
-        narrow = size < 4
-        if self.on_cpu:
-            scores = columns * (chunk * size + 4 * tile * (1 + with_entropy) * narrow)
-        else:
-            scores = columns * 4 * min(most, chunk + tile * with_entropy)
-        if not training:
-            return scores
-        gradient = columns * self.shape.hidden_size
-        copy = size * gradient * narrow
-        beside = min(copy, SLAB_BYTES) if self.on_cpu else columns * size * chunk * narrow
-        room = max(scores + beside, copy)
-        return self.tokens * self.shape.hidden_size * size + 4 * gradient + room
+        return logprob_bytes(
+            self._layout, self.tokens, training=training, with_entropy=with_entropy,
+            on_cpu=self.on_cpu,
+        )  # fmt: skip
 
     def _keys_and_values(self, *, backward: bool) -> int:
         """Bytes of other context-parallel ranks' keys and values in one layer's attention.

@@ -49,8 +49,8 @@ vLLM: TP of a replica; share: gpu_memory_utilization; budget: tokens per microba
 copies: offload; bubble: share of the trainer's seconds; uneven: slowest rank over the mean
 tok/s/GPU: response tokens; all tok: with prompts; peak: of the fullest GPU, in the phase named"""
 
-_SIDES = ["train", "sample", "train idle", "sample idle"]
-SIDES_LEGEND = """\
+_IDLE = ["train", "sample", "train idle", "sample idle"]
+IDLE_LEGEND = """\
 train, sample: GPUs; train idle, sample idle: seconds of a step in which they wait"""
 
 _SHORT = {
@@ -126,9 +126,9 @@ def describe_ranking(ranking: Ranking, top: int) -> str:
             rows = [[row[0], str(cp), *row[1:]] for row, cp in zip(rows, ["CP", *sizes])]
         legend = LEGEND
         if ranking.plans[0].config.rollout.is_disaggregated:
-            sides = [_SIDES, *(_sides_row(plan) for plan in ranking.plans[:top])]
-            rows = [[*side, *row] for side, row in zip(sides, rows, strict=True)]
-            legend = f"{LEGEND}\n{SIDES_LEGEND}"
+            idle = [_IDLE, *(_idle_row(plan) for plan in ranking.plans[:top])]
+            rows = [[*own, *row] for own, row in zip(idle, rows, strict=True)]
+            legend = f"{LEGEND}\n{IDLE_LEGEND}"
         lines = _aligned(rows, left=("recompute", "in"))
         left = len(ranking.plans) - top
         if left > 0:
@@ -162,7 +162,7 @@ def describe_misfit(shape: ModelShape, ranking: Ranking, c: Cluster) -> tuple[st
     )
 
 
-def _sides_row(plan: Plan) -> list[str]:
+def _idle_row(plan: Plan) -> list[str]:
     p, r, timeline = plan.config.parallel, plan.config.rollout, plan.timeline
     return [
         str(p.world_size),
@@ -243,7 +243,7 @@ def describe_plan(shape: ModelShape, plan: Plan, sync: float | None = None) -> s
         f"  {plan.response_tokens_per_second:.0f} response tokens/s/GPU; "
         f"{plan.total_tokens_per_second:.0f} with the prompts; updates at {used:.0%} MFU, "
         f"{used * c.peak_tflops:.0f} TFLOP/s/GPU",
-        *([describe_sides(plan)] if plan.config.rollout.is_disaggregated else []),
+        *([describe_placement(plan)] if plan.config.rollout.is_disaggregated else []),
         "",
         *_memory_table(plan.memory, c.gpu_bytes),
         "",
@@ -287,7 +287,7 @@ def _time_table(plan: Plan, sync: float | None) -> Iterable[str]:
     return (f"  {line}" for line in _aligned(rows, left=("phase", "")))
 
 
-def describe_sides(plan: Plan) -> str:
+def describe_placement(plan: Plan) -> str:
     """Return one line: who trains and who samples, and how long each waits."""
     p, r, timeline = plan.config.parallel, plan.config.rollout, plan.timeline
     return (
@@ -303,12 +303,12 @@ def describe_gain(plan: Plan, colocated: Plan | None) -> str:
     parts = [f"lag {r.lag}"] if r.is_disaggregated else []
     parts += [f"{r.carry_over_groups} groups carried over"] if r.carry_over_groups else []
     what = " and ".join(parts)
-    apart = f"{what} on {_counted(cluster.num_gpus, 'GPU')}: {plan.step_seconds:.0f} s a step"
+    told = f"{what} on {_counted(cluster.num_gpus, 'GPU')}: {plan.step_seconds:.0f} s a step"
     if colocated is None:
-        return f"{apart}; colocated, nothing fits with these options"
+        return f"{told}; colocated, nothing fits with these options"
     gain = colocated.step_seconds / plan.step_seconds
     verdict = f"{gain:.2f} times as fast" if gain >= 1 else f"{1 / gain:.2f} times as slow"
-    return f"{apart}, {verdict} as the best colocated plan, {colocated.step_seconds:.0f} s"
+    return f"{told}, {verdict} as the best colocated plan, {colocated.step_seconds:.0f} s"
 
 
 def to_paste(config: VapoConfig) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from vapo_megatron.config import CheckpointConfig, VapoConfig
-from vapo_megatron.data.storage import free_bytes
+from vapo_megatron.data.disk_errors import free_bytes
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.planning.memory import checkpoint_bytes, export_bytes

@@ -125,8 +125,8 @@ def step_host_bytes(config: VapoConfig, *, keeps_rollouts: bool) -> int:
     if keeps_rollouts:
         rounds = 2 if config.algorithm.dynamic_sampling else 1
         replicas = parallel.world_size // rollout.tensor_model_parallel_size
-        carried = _carried_responses(config, replicas)
-        finished = (rounds * sampled + carried) * response * ROLLOUT_TOKEN_BYTES
+        partial = _partial_responses(config, replicas)
+        finished = (rounds * sampled + partial) * response * ROLLOUT_TOKEN_BYTES
     running = min(sampled, rollout.max_num_sequences) * response * VLLM_HOST_TOKEN_BYTES
     return finished + max(running, batch)
 
@@ -142,14 +142,14 @@ def rollout_host_bytes(shape: ModelShape, config: VapoConfig, num_gpus: int) -> 
     replicas, of_all = -(-num_gpus // size), rollout.num_processes // size
     sampled = -(-config.algorithm.responses_per_step // of_all)
     running = min(sampled, rollout.max_num_sequences) * VLLM_HOST_TOKEN_BYTES
-    held = (rollout.lag + 1) * sampled + _carried_responses(config, of_all)
+    held = (rollout.lag + 1) * sampled + _partial_responses(config, of_all)
     finished = held * ROLLOUT_TOKEN_BYTES
     step = (num_gpus * running + replicas * finished) * rollout.max_response_tokens
     versions = rollout.lag + 2 if rollout.lag else 0
     return HostBytes(0, 0, step, num_gpus * versions * engine_weight_bytes(shape, config))
 
 
-def _carried_responses(config: VapoConfig, replicas: int) -> int:
+def _partial_responses(config: VapoConfig, replicas: int) -> int:
     """Of one replica's groups that go on in the next step."""
     return -(-config.rollout.carry_over_groups // replicas) * config.algorithm.group_size
 

@@ -312,7 +312,7 @@ def sync_seconds(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> flo
     then reads and writes that shard. Latencies are left out.
     """
     if config.rollout.is_disaggregated:
-        return _sync_between_sides(shape, config, cluster)
+        return _sync_to_rollout_workers(shape, config, cluster)
     trainer = _Trainer(shape, config, cluster)
     shard = engine_weight_bytes(shape, config)
     rollout_tp_size = config.rollout.tensor_model_parallel_size
@@ -327,7 +327,7 @@ def sync_seconds(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> flo
     return max(across, within) + 2 * shard / cluster.rate("memory")
 
 
-def _sync_between_sides(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> float:
+def _sync_to_rollout_workers(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> float:
     """Estimate the weight sync from GPUs that train to GPUs that sample.
 
     Each node that samples receives the whole model once, through all its adapters; all adapters of

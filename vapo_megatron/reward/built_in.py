@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from vapo_megatron.config import RewardConfig
 from vapo_megatron.config.reward import ENVIRONMENT, REWARD_MODEL
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.reward.code_verifier import CodeVerifier, longest_seconds
@@ -19,9 +20,6 @@ from vapo_megatron.reward.math_verifier import MathVerifier
 from vapo_megatron.reward.reward_model import RewardModelVerifier
 from vapo_megatron.reward.shaping import full_score
 from vapo_megatron.reward.verifier import RunningVerifier
-
-if TYPE_CHECKING:
-    from vapo_megatron.config import RewardConfig
 
 Options = dict[str, Any]
 
@@ -80,10 +78,6 @@ def _isolated(
     )  # fmt: skip
 
 
-def _exact(_: str, options: Options, reward: RewardConfig) -> RunningVerifier:
-    return _isolated("exact", _path(ExactVerifier), options, reward)
-
-
 def _code(_: str, options: Options, reward: RewardConfig) -> RunningVerifier:
     seconds = longest_seconds(options)
     return _isolated("code", _path(CodeVerifier), options, reward, seconds=seconds)
@@ -110,12 +104,15 @@ class BuiltIn(NamedTuple):
 
 BUILT_IN = {
     "math": BuiltIn(lambda _, __, reward: MathVerifier(reward.num_workers, reward.timeout_seconds)),
-    "exact": BuiltIn(_exact, ExactVerifier),
+    "exact": BuiltIn(
+        lambda _, options, reward: _isolated("exact", _path(ExactVerifier), options, reward),
+        ExactVerifier,
+    ),
     "code": BuiltIn(_code, CodeVerifier),
     "reasoning_gym": BuiltIn(_reasoning_gym, ReasoningGymVerifier),
     "judge": BuiltIn(lambda _, options, __: Judge(**options), Judge),
     "pairwise": BuiltIn(lambda _, options, __: Pairwise(**options), Pairwise),
-    REWARD_MODEL: BuiltIn(lambda *_: RewardModelVerifier()),
     ENVIRONMENT: BuiltIn(lambda *_: EnvironmentVerifier()),
+    REWARD_MODEL: BuiltIn(lambda *_: RewardModelVerifier()),
 }
 """By the names that config/reward.py allows."""

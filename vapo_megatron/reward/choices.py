@@ -50,11 +50,11 @@ def named_choice(text: str, choices: Iterable[str], *, may_think: bool) -> str:
     named = {mention[0] for mention in counted}
     if len(named) != 1:
         several = f"{len(named)} of the choices: " if named else ""
-        raise ValueError(f"it answered {several}{_shown(said)}")
+        raise ValueError(f"it answered {several}{_quoted(said)}")
     for mention in counted:
         before = said[max(0, mention.start() - _NEGATION_CHARACTERS) : mention.start()]
         if _NEGATED.search(before) or _DENIED.match(said, mention.end()):
-            raise ValueError(f"it answered a negated choice: {_shown(said)}")
+            raise ValueError(f"it answered a negated choice: {_quoted(said)}")
     return named.pop()
 
 
@@ -69,5 +69,5 @@ def _pattern(choices: Iterable[str]) -> re.Pattern[str]:
     )  # fmt: skip
 
 
-def _shown(text: str) -> str:
+def _quoted(text: str) -> str:
     return repr(text if len(text) <= 80 else f"... {text[-76:]}")

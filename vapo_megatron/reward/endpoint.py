@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.reward import replies
 from vapo_megatron.reward.answer_cache import AnswerCache, digest
+from vapo_megatron.reward.redaction import redactor
 from vapo_megatron.reward.replies import Answer
 from vapo_megatron.reward.request_loop import RequestLoop
 
@@ -81,7 +82,7 @@ class Endpoint:
         _check_address(base_url, key_variable)
         _check_limits(concurrency, timeout_seconds, outage_seconds)
         key = _key(key_variable)
-        self._redacted = replies.redactor(key)
+        self._redacted = redactor(key)
         self._identity = {"model": model, "chat": chat, "reply": 2, **body}
         self._chat, self._model, self._body = chat, model, body
         self._url = base_url.rstrip("/") + ("/chat/completions" if chat else "/completions")
@@ -107,7 +108,7 @@ class Endpoint:
         return map(_answer, asked)
 
     def close(self) -> None:
-        """Stop asking; what is under way is given up. Asking again starts anew."""
+        """Stop asking; what is under way is given up. Asking again starts over."""
         with self._lock:
             running, self._running = self._running, None
         if running is not None:
@@ -118,10 +119,10 @@ class Endpoint:
         if self._cache is not None and (kept := self._cache.get(key)) is not None:
             return kept
         async with running.slots:
-            text, first_token, problem, is_cut = await self._try(prompt, running.client)
+            text, first_token, problem, is_truncated = await self._try(prompt, running.client)
         hidden = {self._redacted(token): value for token, value in first_token.items()}
         problem = self._redacted(replies.one_line(problem))[:LONGEST_PROBLEM]
-        answer = Answer(self._redacted(text), hidden, problem, is_cut)
+        answer = Answer(self._redacted(text), hidden, problem, is_truncated)
         if self._cache is not None and not answer.problem:
             self._cache.put(key, answer)
         return answer

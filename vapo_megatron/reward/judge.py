@@ -96,7 +96,7 @@ class Judge(RunningVerifier):
     def score(self, responses: Sequence[str], problems: Sequence[Problem]) -> Iterator[Verdict]:
         """Ask about each response, all at once; see RunningVerifier."""
         prompts = [
-            filled(self._template, p, response=self._cut(r), final=final_part(r))
+            filled(self._template, p, response=self._end_of(r), final=final_part(r))
             for r, p in zip(responses, problems)
         ]
         return map(self._verdict, self._endpoint.ask(prompts))
@@ -108,7 +108,7 @@ class Judge(RunningVerifier):
             choice = named_choice(answer.text, self._choices, may_think=not self.constrained)
         except ValueError as error:
             return self._failed(str(error))
-        if answer.is_cut and not self._is_whole(answer.text, choice):
+        if answer.is_truncated and not self._is_whole(answer.text, choice):
             return self._failed(f"its answer was cut at max_tokens={self.max_tokens}")
         meaning = self._choices[choice]
         if isinstance(meaning, str):
@@ -133,7 +133,7 @@ class Judge(RunningVerifier):
             )
         return Verdict("failed", note=problem)
 
-    def _cut(self, response: str) -> str:
+    def _end_of(self, response: str) -> str:
         return response[-self.response_characters :]
 
     def unusable(self, problems: Sequence[Problem]) -> dict[int, str]:
@@ -194,7 +194,7 @@ class Pairwise(Judge):
         """Ask twice about each response, all at once; see RunningVerifier."""
         prompts = []
         for response, problem in zip(responses, problems):
-            reference, response = self._reference(problem), self._cut(response)
+            reference, response = self._reference(problem), self._end_of(response)
             prompts.append(filled(self._template, problem, a=response, b=reference))
             prompts.append(filled(self._template, problem, a=reference, b=response))
         answers = self._endpoint.ask(prompts)

@@ -194,17 +194,17 @@ def _gold(answer: str) -> tuple[str, str]:
     """Return a ground truth's expression, and what is wrong with it as a text; "": nothing."""
     if not answer:
         return "", "has no ground truth"
-    shown = f"has the answer {answer!r:.80}, which"
+    subject = f"has the answer {answer!r:.80}, which"
     try:
         gold = ground_truth(answer, with_unit)
     except ValueError as error:
-        return "", f"{shown} {error}"
+        return "", f"{subject} {error}"
     if answer in _MISSING:
-        return "", f"{shown} stands for a missing value"
+        return "", f"{subject} stands for a missing value"
     if not 0 < len(gold) <= MAX_ANSWER_CHARACTERS:
-        return "", f"{shown} is empty or over {MAX_ANSWER_CHARACTERS} characters"
+        return "", f"{subject} is empty or over {MAX_ANSWER_CHARACTERS} characters"
     if not can_be_given(gold, with_unit):
-        return "", f"{shown} no response can give as its marked answer"
+        return "", f"{subject} no response can give as its marked answer"
     return gold, ""
 
 

@@ -1,29 +1,21 @@
-"""Reads what a server answered, which may be anything, and keeps the endpoint's key out of it."""
+"""Reads what a server answered, which may be anything."""
 
 from __future__ import annotations
 
-import base64
 import email.utils
-import html
 import json
 import re
 import zlib
-from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
-from urllib.parse import quote
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 LARGEST_REPLY_BYTES = 4 << 20
 """Of one reply, also decompressed; a hundred thousand tokens take a tenth of it."""
 
-_SHORTEST_KEY = 4
-"""A shorter key is none, and would be found in any text."""
-_ENCODED_KEY = 8
-"""From this length on a key is looked for in its encoded forms, too."""
 _ENDED = (None, "stop", "eos_token", "stop_sequence", "end_turn")
 """finish_reason of a whole answer, as different servers name it."""
-_CUT = "length"
+_TRUNCATED = "length"
 
 
 class Answer(NamedTuple):
@@ -34,7 +26,7 @@ class Answer(NamedTuple):
     """Log-probabilities of the most likely first tokens, where they were asked for."""
     problem: str = ""
     """Not empty: there is no answer, because of this."""
-    is_cut: bool = False
+    is_truncated: bool = False
     """It ended at max_tokens."""
 
 
@@ -98,16 +90,16 @@ def answer(body: bytes, *, chat: bool) -> Answer:
         where = ".".join(map(str, first["loc"])) or "body"
         return Answer(problem=f"it answered no completion: {where}: {first['msg']}")
     choice = reply.choices[0]
-    if choice.finish_reason not in (*_ENDED, _CUT):
+    if choice.finish_reason not in (*_ENDED, _TRUNCATED):
         return Answer(problem=f"its answer ended with finish_reason={choice.finish_reason!r}")
-    is_cut = choice.finish_reason == _CUT
+    is_truncated = choice.finish_reason == _TRUNCATED
     if isinstance(choice, _TextChoice):
         listed = choice.logprobs.top_logprobs if choice.logprobs else None
-        return Answer(choice.text, (listed or [None])[0] or {}, is_cut=is_cut)
+        return Answer(choice.text, (listed or [None])[0] or {}, is_truncated=is_truncated)
     content = choice.logprobs.content if choice.logprobs else None
     first_tokens = content[0].top_logprobs if content else []
     found = {token.token: token.logprob for token in first_tokens}
-    return Answer(choice.message.content, found, is_cut=is_cut)
+    return Answer(choice.message.content, found, is_truncated=is_truncated)
 
 
 def error_message(body: bytes) -> str:
@@ -162,29 +154,3 @@ def retry_after(value: str, now: float) -> float:
         return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - now)
     except (ValueError, TypeError, OverflowError, IndexError):
         return 0.0
-
-
-def redactor(key: str) -> Callable[[str], str]:
-    """Return what replaces the key in a text, as it is or encoded for a URL, in base64, ...."""
-    if len(key) < _SHORTEST_KEY:
-        return str
-    forms = {key}
-    if len(key) >= _ENCODED_KEY:
-        raw = key.encode()
-        forms |= {quote(key, safe=""), quote(key), html.escape(key)}
-        # Libraries quote what they cannot read, as Python does.
-        forms |= {json.dumps(key)[1:-1], repr(key)[1:-1]}
-        forms |= {raw.hex(), key[::-1], *_base64_forms(raw)}
-    longest_first = sorted(forms, key=len, reverse=True)
-    pattern = re.compile("|".join(map(re.escape, longest_first)), re.IGNORECASE)
-    return lambda text: pattern.sub("[the key]", text)
-
-
-def _base64_forms(raw: bytes) -> list[str]:
-    """Return the digits that only the bytes decide, wherever in a longer text they stand."""
-    found = []
-    for before in range(3):
-        digits = base64.b64encode(bytes(before) + raw).decode().rstrip("=")
-        first, last = -(-before * 8 // 6), (before + len(raw)) * 8 // 6
-        found += [digits[first:last], digits[first:last].translate(str.maketrans("+/", "-_"))]
-    return found

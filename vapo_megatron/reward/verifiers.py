@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import Self, TypeVar
 
+from vapo_megatron.config import RewardConfig
 from vapo_megatron.config.reward import HYBRID, REWARD_MODEL
 from vapo_megatron.data.problems import Problem
 from vapo_megatron.errors import ConfigError
@@ -15,9 +16,6 @@ from vapo_megatron.reward.isolated import IsolatedVerifier
 from vapo_megatron.reward.shaping import scored_verdict
 from vapo_megatron.reward.trial import failed_trial, rows_to_try
 from vapo_megatron.reward.verifier import RunningVerifier, Verdict
-
-if TYPE_CHECKING:
-    from vapo_megatron.config import RewardConfig
 
 T = TypeVar("T")
 

@@ -26,8 +26,9 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from vapo_megatron.data.disk_errors import writing
 from vapo_megatron.data.rollout import ScoredRollout
-from vapo_megatron.data.storage import replace_directory, writing
+from vapo_megatron.data.storage import replace_directory
 from vapo_megatron.errors import DataError
 from vapo_megatron.rollout.arrays import pack, unpack
 
@@ -72,7 +73,7 @@ def write_step(
         keep_last: steps kept, including this one. Later steps, from before a resume, are deleted.
 
     Raises:
-        UserError: on the rank that cannot write; see storage.writing.
+        UserError: on the rank that cannot write; see disk_errors.writing.
     """
     is_main = dist.get_rank() == 0
     final = root / f"step_{step:06d}"

@@ -126,7 +126,7 @@ def replay_directory(directory: Path) -> Path:
 
 def _listed(steps: Sequence[int]) -> str:
     """Name steps: "step 3", "steps 1, 2, 3" or, of many, the first three and the last."""
-    shown = [str(s) for s in steps]
-    if len(shown) > 6:
-        shown = [*shown[:3], "...", shown[-1]]
-    return ("step " if len(steps) == 1 else "steps ") + ", ".join(shown)
+    listed = [str(s) for s in steps]
+    if len(listed) > 6:
+        listed = [*listed[:3], "...", listed[-1]]
+    return ("step " if len(steps) == 1 else "steps ") + ", ".join(listed)

@@ -15,7 +15,8 @@ from typing import Any
 from vapo_megatron.config import LoggingConfig
 from vapo_megatron.config.metrics import describe
 from vapo_megatron.config.phases import Span
-from vapo_megatron.data.storage import append, replace_file, to_line, writing
+from vapo_megatron.data.disk_errors import writing
+from vapo_megatron.data.storage import append, replace_file, to_line
 from vapo_megatron.run.directory import (
     HELD_OUT_FILE,
     METRICS_FILE,
@@ -51,7 +52,7 @@ class MetricsWriter:
 
         Raises:
             DataError: a line of a file is invalid.
-            UserError: here and below, a file cannot be written; see storage.writing.
+            UserError: here and below, a file cannot be written; see disk_errors.writing.
         """
         self.run_dir = Path(run_dir)
         self._events_dir = self.run_dir / "tensorboard"

@@ -13,9 +13,10 @@ from vapo_megatron.config import VapoConfig
 from vapo_megatron.config.phases import Span
 from vapo_megatron.config.techniques import algorithm_name
 from vapo_megatron.data.batch import RolloutBatch, StepSummary
+from vapo_megatron.data.disk_errors import writing
 from vapo_megatron.data.lock import lock_run
 from vapo_megatron.data.rollout import ScoredRollout
-from vapo_megatron.data.storage import replace_file, writing
+from vapo_megatron.data.storage import replace_file
 from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.memory import PeakMemory
@@ -163,6 +164,7 @@ class RunOutput:
         """
         decode = source.decode
         most, groups = self._config.logging.rollout_groups, summary.groups
+        # The first `most` groups whose responses that rank has; a group's may lie on several.
         of_rank = (summary.sources == source.recorded_rank).nonzero().flatten()
         numbers = groups[of_rank].unique_consecutive(return_inverse=True)[1]
         positions = of_rank[numbers < most].tolist()

@@ -87,6 +87,6 @@ def tokens_per_second(num_tokens: float, times: Mapping[str, float]) -> float:
         num_tokens: response tokens of the step, summed over all processes.
         times: from `PhaseTimer.take`.
     """
-    apart = (times.get(f"time/{phase}_seconds", 0.0) for phase in ("evaluation", "checkpoint"))
-    seconds = times["time/step_seconds"] - sum(apart)
+    extra = (times.get(f"time/{phase}_seconds", 0.0) for phase in ("evaluation", "checkpoint"))
+    seconds = times["time/step_seconds"] - sum(extra)
     return num_tokens / seconds if seconds > 0 else math.nan

@@ -38,16 +38,16 @@ def kept(length: int) -> list[int]:
 def gather_token_data(
     batch: RolloutBatch,
     entropy: Tensor,
-    shown: Sequence[int],
+    positions: Sequence[int],
     summary: StepSummary,
     ranks: Ranks,
 ) -> dict[int, dict[str, list[float | None]]]:
-    """Gather the per-token data of the shown responses on every rank. Collective.
+    """Gather the per-token data of some responses on every rank. Collective.
 
     Args:
         batch: this data-parallel rank's, with advantages.
         entropy: float32 [T], nats.
-        shown: positions of the responses, the same on every rank.
+        positions: of the responses, the same on every rank.
         summary: of all ranks' responses.
         ranks: this rank's place.
 
@@ -57,11 +57,11 @@ def gather_token_data(
     """
     known = {"values": batch.values, "advantages": batch.advantages, "entropy": entropy}
     held = {name: numbers for name, numbers in known.items() if numbers is not None}
-    tokens = [kept(int(summary.response_lengths[p])) for p in shown]
+    tokens = [kept(int(summary.response_lengths[p])) for p in positions]
     sizes = list(map(len, tokens))
     starts = dict(zip(batch.positions.tolist(), batch.cu_seqlens.tolist()))
     out = torch.zeros(len(held), sum(sizes))
-    for position, index, part in zip(shown, tokens, out.split(sizes, dim=1)):
+    for position, index, part in zip(positions, tokens, out.split(sizes, dim=1)):
         if position in starts:
             at = torch.tensor(index, dtype=torch.long) + starts[position]
             for row, numbers in zip(part, held.values()):
@@ -69,7 +69,7 @@ def gather_token_data(
     out = sum_over_data_parallel(out, ranks)
     return {
         position: dict(zip(held, map(_rounded, part)))
-        for position, part in zip(shown, out.split(sizes, dim=1))
+        for position, part in zip(positions, out.split(sizes, dim=1))
     }
 
 
@@ -107,19 +107,19 @@ def token_pieces(token_ids: Sequence[int], decode: Decode) -> list[str]:
 
 
 def group_records(
-    shown: Sequence[ScoredRollout],
+    recorded: Sequence[ScoredRollout],
     tokens: Mapping[int, Mapping[str, Any]],
     decode: Decode | None,
 ) -> list[dict[str, Any]]:
-    """Return the shown responses as lines of rollouts/step_*.jsonl, one group each.
+    """Return responses as lines of rollouts/step_*.jsonl, one group each.
 
     Args:
-        shown: responses by position; a group may be incomplete.
+        recorded: responses by position; a group may be incomplete.
         tokens: from gather_token_data.
         decode: as in token_pieces; None: no per-token data in the records.
     """
     records = []
-    for _, members in itertools.groupby(shown, lambda s: s.rollout.first):
+    for _, members in itertools.groupby(recorded, lambda s: s.rollout.first):
         group = list(members)
         first = group[0].rollout
         record = {

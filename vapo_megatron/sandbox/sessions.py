@@ -301,7 +301,7 @@ class Sessions:
             self._move(session)
 
     def _move(self, session: Session) -> None:
-        """Let a request's time begin anew: how long a message takes is not the handler's fault."""
+        """Restart a request's time limit: how long a message takes is not the handler's fault."""
         self._is_moving = True
         if session.deadline < math.inf:
             session.deadline = time.monotonic() + session.limit

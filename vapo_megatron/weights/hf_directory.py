@@ -21,7 +21,8 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vapo_megatron.data.storage import NO_ROOM, describe_write_error, replace_directory
+from vapo_megatron.data.disk_errors import NO_ROOM, describe_write_error
+from vapo_megatron.data.storage import replace_directory
 from vapo_megatron.errors import CheckpointError
 from vapo_megatron.parallel.reduce import gather_objects
 from vapo_megatron.weights.copying import write_exactly

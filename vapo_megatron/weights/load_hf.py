@@ -21,7 +21,8 @@ from vapo_megatron.errors import CheckpointError
 from vapo_megatron.weights import layout
 from vapo_megatron.weights.convert.sharded_files import ShardedReader, is_distributed_checkpoint
 from vapo_megatron.weights.convert.to_hf import check_checkpoint
-from vapo_megatron.weights.hf_reader import DTYPES, HfReader, compare_tensors
+from vapo_megatron.weights.expected import compare_tensors
+from vapo_megatron.weights.hf_reader import DTYPES, HfReader
 from vapo_megatron.weights.holders import parts, shard_axis, shard_dim
 from vapo_megatron.weights.parameters import LocalParameter, local_parameters, unwrap
 from vapo_megatron.weights.table import EMBEDDING, OUTPUT, VALUE_HEAD, VALUE_HEAD_BIAS, hf_tensors

@@ -5,15 +5,12 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.weights.table import LAYER, Row, rows
-
-if TYPE_CHECKING:
-    from vapo_megatron.models.hf_config import ModelShape
 
 
 @dataclasses.dataclass(frozen=True)

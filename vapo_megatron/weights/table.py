@@ -13,12 +13,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from vapo_megatron.config.phases import VALUE_ROLES
-
-if TYPE_CHECKING:
-    from vapo_megatron.models.hf_config import ModelShape
+from vapo_megatron.models.hf_config import ModelShape
 
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"

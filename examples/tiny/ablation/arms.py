@@ -51,13 +51,13 @@ def _besides(arm: Arm) -> Arm:
     return dataclasses.replace(arm, title=f"and {arm.title}", paper="")
 
 
-def _apart(lag: int) -> Arm:
+def _disaggregated(lag: int) -> Arm:
     """Return an arm of which one process trains and one samples."""
-    apart = (
+    overrides = (
         "parallel.world_size=1", "rollout.placement=disaggregated", "rollout.num_processes=1",
         "rollout.max_num_sequences=128", f"rollout.lag={lag}",
     )  # fmt: skip
-    return Arm(f"disaggregated, lag {lag}", "", apart)
+    return Arm(f"disaggregated, lag {lag}", "", overrides)
 
 
 def _lags() -> dict[str, Arm]:
@@ -116,7 +116,7 @@ TABLES = {
         arms={
             "vapo": Arm("colocated", ""),
             "carry_over": Arm("colocated, carried over", "", ("rollout.carry_over_groups=8",)),
-            **{f"lag_{lag}": _apart(lag) for lag in (0, 1, 4)},
+            **{f"lag_{lag}": _disaggregated(lag) for lag in (0, 1, 4)},
         },
     ),
 }

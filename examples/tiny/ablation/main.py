@@ -149,8 +149,8 @@ def _write(root: Path, form: str, overrides: Sequence[str]) -> str:
     """Write table.md and comparison.html of all finished runs; return their total time as text."""
     jobs, others = made(root, TABLES[form], overrides)
     told = [] if overrides else notes(form)
-    begun = {job.out.name for job in jobs}
-    arms = {name: arm for name, arm in TABLES[form].all_arms.items() if name in begun}
+    started = {job.out.name for job in jobs}
+    arms = {name: arm for name, arm in TABLES[form].all_arms.items() if name in started}
     done = finished(jobs, arms)
     runs = {
         name: {seed: read_rows(job.out / "metrics.jsonl") for seed, job in of.items()}

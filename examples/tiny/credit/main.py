@@ -125,18 +125,18 @@ def _result(job: Job) -> Result:
 
 def _write(out: Path, form: str, arms: Mapping[str, Arm], runs: Runs) -> None:
     """Write a form's tables, charts and page of what is finished."""
-    begun = {name: arm for name, arm in arms.items() if name in runs}
-    main_arms = {name: begun[name] for name in MAIN if name in begun}
-    replace_file(out / "curves.svg", charts(begun, runs))
+    started = {name: arm for name, arm in arms.items() if name in runs}
+    main_arms = {name: started[name] for name in MAIN if name in started}
+    replace_file(out / "curves.svg", charts(started, runs))
     replace_file(out / "lead.svg", lead(main_arms, runs))
     title = f"Where a value model pays: {FORMS[form]}"
     _write_tables(
-        out / "table.md", f"Locks and keys: {FORMS[form]}", tables(begun, runs, keys.FORMS[form]),
+        out / "table.md", f"Locks and keys: {FORMS[form]}", tables(started, runs, keys.FORMS[form]),
         out / "credit.html", title,
         [("VAPO, DAPO and GRPO", charts(main_arms, runs))],
         [
-            ("All arms", charts(begun, runs)),
-            ("Values against the exact ones", by_lock(begun, runs, 1, 10)),
+            ("All arms", charts(started, runs)),
+            ("Values against the exact ones", by_lock(started, runs, 1, 10)),
         ],
     )  # fmt: skip
 

@@ -58,9 +58,9 @@ def each(measure: Measure, form: str = ".3f", separator: str = " ") -> Cell:
     def cell(runs: Runs, arm: str) -> str:
         own = runs.get(arm, {})
         found = {seed: measure(result) for seed, result in own.items()}
-        shown = {s: "never" if v is None else format(v, form) for s, v in found.items()}
+        cells = {s: "never" if v is None else format(v, form) for s, v in found.items()}
         seeds = sorted({seed for of_arm in runs.values() for seed in of_arm})
-        return separator.join(shown.get(seed, "-") for seed in seeds) if own else "-"
+        return separator.join(cells.get(seed, "-") for seed in seeds) if own else "-"
 
     return cell
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
 from vapo_megatron.cli.command import ProgressBar
-from vapo_megatron.cli.prepare import command, gym, gym_problems
+from vapo_megatron.cli.prepare import command, gym, gym_problems, gym_prompts
 from vapo_megatron.config import RewardConfig
 from vapo_megatron.data.problems import load_problems
 from vapo_megatron.errors import ConfigError
@@ -97,7 +97,7 @@ def test_rows_are_judged_as_they_stand(vapo, tmp_path):
     # Only answers of several lines need tags.
     tagged = {t for t, p in zip(expected, problems) if "<answer> and </answer>" in p.prompt}
     assert tagged == {"rotate_matrix"}
-    assert problems[0].prompt == f"{gym.INSTRUCTIONS[0]}\n\n{questions(problems)[0]}\n"
+    assert problems[0].prompt == f"{gym_prompts.INSTRUCTIONS[0]}\n\n{questions(problems)[0]}\n"
 
 
 def test_the_same_arguments_write_the_same_file(vapo, tmp_path):
@@ -136,7 +136,7 @@ def test_no_problem_stands_twice_or_in_both_files(vapo, tmp_path):
 
 def test_a_system_prompt_and_examples_in_a_chat_template(vapo):
     given = ("--rows", 1, "--config", json.dumps(EASY), "--system", "Be brief.", "--shots", 2)
-    for template, instruction in (("chat", f"{gym.INSTRUCTIONS[0]}\n\n"), ("none", "")):
+    for template, instruction in (("chat", f"{gym_prompts.INSTRUCTIONS[0]}\n\n"), ("none", "")):
         [row], _ = vapo("chain_sum", *given, "--template", template)
         parts = row.prompt.split("<|im_start|>")[1:]
         assert [part.partition("\n")[0] for part in parts] == [
@@ -152,7 +152,7 @@ def test_a_system_prompt_and_examples_in_a_chat_template(vapo):
             assert answer == f"assistant\nAnswer: {value}<|im_end|>\n"
     [row], _ = vapo("chain_sum", *given, "--answer-tags")
     head, *shown, last = row.prompt.split(state)
-    assert head == f"Be brief.\n\n{gym.INSTRUCTIONS[1]}\n\n" and len(shown) == 2
+    assert head == f"Be brief.\n\n{gym_prompts.INSTRUCTIONS[1]}\n\n" and len(shown) == 2
     assert all(part.endswith("</answer>\n\n") for part in shown) and last.endswith(" =\n")
     [bare], _ = vapo("chain_sum", "--rows", 1, "--template", "none")
     assert bare.prompt == questions([bare])[0]

@@ -161,12 +161,3 @@ def test_problems_that_agree_have_an_interval_with_a_width():
     assert found["reward_mean"] == Estimate(-1.0, None, None)
     one_more = estimates([problem] * 29 + [{**problem, "response_length_mean": 54.0}], 0)
     assert one_more["response_length_mean"].low < one_more["response_length_mean"].high
-
-
-def test_it_needs_no_torch():
-    import subprocess
-    import sys
-
-    code = "import sys, vapo_megatron.rollout.evaluation.statistics; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"

@@ -15,15 +15,9 @@ from vapo_megatron.rollout.replay import check_dump
 
 
 def read_checked(config: VapoConfig, shape: ModelShape, replay: Path | None) -> Inputs:
-    """Read the prompts, or look at the dump of a replay; check weights, checkpoint and disk.
+    """Read the prompts, or look at the dump to replay; check weights, checkpoint and disk.
 
-    Args:
-        config: of the run, whose paths exist.
-        shape: of its model.
-        replay: run directory to replay; None: sample.
-
-    Raises:
-        UserError: the first thing that is wrong: what, where, and the remedy.
+    The paths exist. Raises UserError: see preflight.check_inputs.
     """
     if replay is None:
         inputs = _read_prompts(config, shape)

@@ -20,15 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vapo_megatron.cli.command import Parser, under_torchrun
-from vapo_megatron.cli.sampling.options import (
-    add_checkpoint,
-    add_processes,
-    add_sampling,
-    become_torchrun,
-    main_of,
-    num_processes,
-    sampling_overrides,
-)
+from vapo_megatron.cli.sampling import options as shared
 
 if TYPE_CHECKING:
     from vapo_megatron.rollout.evaluation.statistics import Estimate
@@ -36,7 +28,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return 0; 2 for a user's mistake; 130 when interrupted."""
-    return main_of("evaluate", _parser(), _evaluate, argv)
+    return shared.main_of("evaluate", _parser(), _evaluate, argv)
 
 
 def _evaluate(options: argparse.Namespace, worker: Sequence[str]) -> Path | None:
@@ -46,7 +38,7 @@ def _evaluate(options: argparse.Namespace, worker: Sequence[str]) -> Path | None
     from vapo_megatron.rollout.input_warnings import tell_warnings
 
     config = inputs.evaluation_config(
-        options.checkpoint, sampling_overrides(options), num_processes(options.nproc)
+        options.checkpoint, shared.sampling_overrides(options), shared.num_processes(options.nproc)
     )
     out = options.out or default_out(options.checkpoint, options.data)
     evaluation = inputs.check(options.checkpoint, options.data, config, out)
@@ -54,7 +46,7 @@ def _evaluate(options: argparse.Namespace, worker: Sequence[str]) -> Path | None
         tell_warnings(evaluation.inputs)
     if config.parallel.world_size > 1 and not under_torchrun():
         samples.check_out(out, evaluation)
-        become_torchrun(config.parallel.world_size, worker)
+        shared.become_torchrun(config.parallel.world_size, worker)
     found = evaluate_checkpoint(evaluation, config, out, options.batch)
     if found is None:
         return None
@@ -95,7 +87,7 @@ def _parser() -> Parser:
     usage = "vapo evaluate --checkpoint DIR --data FILE [options] [section.field=value ...]"
     parser = Parser(prog="vapo evaluate", usage=usage, description=__doc__)
     files = parser.add_argument_group("files")
-    add_checkpoint(files)
+    shared.add_checkpoint(files)
     files.add_argument(
         "--data", type=Path, required=True, metavar="FILE",
         help="JSONL or parquet with the columns prompt and answer (vapo prepare)",
@@ -105,6 +97,6 @@ def _parser() -> Parser:
         help="default: runs/evaluation/PATH/DATA.jsonl, where PATH is the checkpoint's; the "
         "summary has the same name, ending in .json",
     )  # fmt: skip
-    add_sampling(parser)
-    add_processes(parser)
+    shared.add_sampling(parser)
+    shared.add_processes(parser)
     return parser

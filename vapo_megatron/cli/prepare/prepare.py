@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vapo_megatron.cli.command import ProgressBar
 from vapo_megatron.cli.prepare.columns import (
@@ -33,11 +33,9 @@ from vapo_megatron.data.problems import Problem
 from vapo_megatron.data.prompts import without_second_begin
 from vapo_megatron.errors import DataError
 from vapo_megatron.reward.hybrid import is_prose
+from vapo_megatron.reward.verifier import RunningVerifier
 from vapo_megatron.rollout.special_tokens import begin_of
 from vapo_megatron.rollout.tokenizer import ChatTemplate
-
-if TYPE_CHECKING:
-    from vapo_megatron.reward.verifier import RunningVerifier
 
 METADATA_KEY = b"vapo_megatron.prepare"
 """Key of the summary, as JSON, in the parquet file's metadata."""
@@ -362,8 +360,8 @@ def _rendered(
 def _as_read(tokenizer: Any, prompt: str) -> str:
     """Decode a prompt's ids, so that what the tokenizer adds or changes is seen; cut if long."""
     ids = without_second_begin(tokenizer.encode(prompt), begin_of(tokenizer))
-    shown: str = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-    return shown if len(shown) <= 800 else f"{shown[:500]} [...] {shown[-250:]}"
+    text: str = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    return text if len(text) <= 800 else f"{text[:500]} [...] {text[-250:]}"
 
 
 def _chunks(title: str, kept: list[_Kept], size: int = _CHUNK) -> Iterator[tuple[int, list[_Kept]]]:

@@ -18,15 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vapo_megatron.cli.command import Parser, under_torchrun
-from vapo_megatron.cli.sampling.options import (
-    add_checkpoint,
-    add_processes,
-    add_sampling,
-    become_torchrun,
-    main_of,
-    num_processes,
-    sampling_overrides,
-)
+from vapo_megatron.cli.sampling import options as shared
 from vapo_megatron.cli.select.rules import Rules
 from vapo_megatron.cli.select.table import check_out
 
@@ -36,7 +28,7 @@ SIMILARITY = 0.8
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return 0; 2 for a user's mistake; 130 when interrupted."""
-    return main_of("select", _parser(), _select, argv)
+    return shared.main_of("select", _parser(), _select, argv)
 
 
 def _select(options: argparse.Namespace, worker: Sequence[str]) -> str | None:
@@ -54,7 +46,7 @@ def _select(options: argparse.Namespace, worker: Sequence[str]) -> str | None:
     from vapo_megatron.rollout.input_warnings import tell_warnings
 
     config = evaluation_config(
-        options.checkpoint, sampling_overrides(options), num_processes(options.nproc)
+        options.checkpoint, shared.sampling_overrides(options), shared.num_processes(options.nproc)
     )
     job = select.prepare(options.checkpoint, options.data, config, rules, options.out)
     if not under_torchrun():
@@ -62,7 +54,7 @@ def _select(options: argparse.Namespace, worker: Sequence[str]) -> str | None:
         if (told := select.select_from_samples(job)) is not None:
             return told
         if config.parallel.world_size > 1:
-            become_torchrun(config.parallel.world_size, worker)
+            shared.become_torchrun(config.parallel.world_size, worker)
     return select.sample_and_select(job, options.batch)
 
 
@@ -73,7 +65,7 @@ def _parser() -> Parser:
     )
     parser = Parser(prog="vapo select", usage=usage, description=__doc__)
     files = parser.add_argument_group("files")
-    add_checkpoint(files)
+    shared.add_checkpoint(files)
     files.add_argument(
         "--data", type=Path, required=True, metavar="FILE",
         help="JSONL or parquet with the columns data.prompt_column and data.answer_column",
@@ -98,6 +90,6 @@ def _parser() -> Parser:
         "--within", metavar="COLUMN",
         help="with --hardest: standardize within the values of this column instead",
     )  # fmt: skip
-    add_sampling(parser, samples=8, temperature=1.0, top_p=1.0, top_k=-1)
-    add_processes(parser)
+    shared.add_sampling(parser, samples=8, temperature=1.0, top_p=1.0, top_k=-1)
+    shared.add_processes(parser)
     return parser

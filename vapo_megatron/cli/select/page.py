@@ -118,8 +118,8 @@ def _duplicates(problems: Sequence[Problem], duplicates: Mapping[int, Duplicate]
     pairs = sorted(duplicates.items(), key=lambda pair: (pair[1].similarity, pair[0]))[:_PAIRS]
     boxes = "".join(
         f'<div class="caption">similarity {found.similarity:.3f}: row {index} repeats row '
-        f"{found.of} (from 0)</div><pre>{_shown(problems[index])}</pre>"
-        f"<pre>{_shown(problems[found.of])}</pre>"
+        f"{found.of} (from 0)</div><pre>{_shortened(problems[index])}</pre>"
+        f"<pre>{_shortened(problems[found.of])}</pre>"
         for index, found in pairs
     )
     return (
@@ -128,7 +128,7 @@ def _duplicates(problems: Sequence[Problem], duplicates: Mapping[int, Duplicate]
     )
 
 
-def _shown(problem: Problem) -> str:
+def _shortened(problem: Problem) -> str:
     text = problem.prompt
     if len(text) > _CHARACTERS:
         text = f"{text[: _CHARACTERS // 2]} ... {text[-_CHARACTERS // 2 :]}"

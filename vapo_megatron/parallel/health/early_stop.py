@@ -159,7 +159,7 @@ class EarlyStop:
     """The signal that has arrived; "" for none."""
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     _deadline: float = math.inf
-    _begun: float = 0.0
+    _start: float = 0.0
     # Unknown, and 0, in a run's first step: nothing can be lost before it.
     _step_seconds: float = 0.0
     _update_seconds: float = 0.0
@@ -190,8 +190,8 @@ class EarlyStop:
         if seconds["evaluation"]:
             self._evaluation_seconds = seconds["evaluation"]
         if seconds["logprobs"]:  # Row 0 is an evaluation alone.
-            apart = seconds["evaluation"] + seconds["checkpoint"]
-            self._step_seconds = seconds["step"] - apart
+            extra = seconds["evaluation"] + seconds["checkpoint"]
+            self._step_seconds = seconds["step"] - extra
             self._update_seconds = sum(seconds[name] for name in _FROM_UPDATES_ON)
 
     def has_time_to_evaluate(self) -> bool:

@@ -320,7 +320,6 @@ def units_agree(gold: Unit | None, answer: Unit | None) -> bool:
 
 _WORDS = re.compile(r"[A-Za-z][A-Za-z'\u2019 .,/-]*|[^\x00-\x7f]+")
 _VARIABLES = (set("abcd"), set("xyzwuv"), set("abcxyz"))
-_CONSTANTS = {"ei", "ie", "pi"}
 
 
 def words(text: str) -> str | None:

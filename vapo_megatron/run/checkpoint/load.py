@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.data.storage import writing
+from vapo_megatron.data.disk_errors import writing
 from vapo_megatron.errors import CheckpointError, DataError, tell
 from vapo_megatron.parallel.reduce import any_rank
 from vapo_megatron.parallel.sharded_state import load_sharded
@@ -125,8 +125,8 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str)
         if isinstance(old, dict) and isinstance(new, dict):
             yield from _differences(old, new, f"{prefix}{name}.")
         elif old != new:
-            shown = " -> ".join(v if isinstance(v, str) else json.dumps(v) for v in (old, new))
-            yield f"{prefix}{name}: {shown}"
+            change = " -> ".join(v if isinstance(v, str) else json.dumps(v) for v in (old, new))
+            yield f"{prefix}{name}: {change}"
 
 
 def find_critic(path: Path) -> tuple[Path, int]:

@@ -25,7 +25,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from vapo_megatron.config import CheckpointConfig
-from vapo_megatron.data.storage import Abandoned, HashedFile, describe_write_error, sha256_of
+from vapo_megatron.data.disk_errors import describe_write_error
+from vapo_megatron.data.storage import Abandoned, HashedFile, sha256_of
 from vapo_megatron.errors import CheckpointError
 from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.checkpoint_metadata import METADATA_FILE

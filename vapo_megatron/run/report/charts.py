@@ -54,9 +54,9 @@ def chart_data(run: Run) -> dict[str, Any]:
     phases = [p for p in TIMED if f"time/{p}_seconds" in names]
     by_name = charts_by_name(names)
     every = [*_CHARTS, *(chart for chart, _ in by_name)]
-    shown = {name for chart in every for name, _ in chart[1]}
-    shown |= {"time/step_seconds"} | {f"time/{p}_seconds" for p in phases}
-    others = [n for n in names if n not in shown and describe(n) and not accuracy_name({n: 0})]
+    charted = {name for chart in every for name, _ in chart[1]}
+    charted |= {"time/step_seconds"} | {f"time/{p}_seconds" for p in phases}
+    others = [n for n in names if n not in charted and describe(n) and not accuracy_name({n: 0})]
     charts = [_chart(*chart, rows) for chart in _CHARTS]
     charts += [_distinct(_chart(*chart, rows), labels) for chart, labels in by_name]
     more = [_chart(name, ((name, ""),), {}, rows) for name in others]

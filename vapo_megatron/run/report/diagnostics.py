@@ -70,10 +70,10 @@ def _token_plots(
                     _lambdas(algorithm, longest), low=0, high=1)  # fmt: skip
     yield _plot("Which response lengths dominate the loss?", _LENGTH, "share of the loss",
                 _shares(responses, algorithm), low=0)  # fmt: skip
-    apart, alike = _entropies(groups)
+    diverging, others = _entropies(groups)
     yield _plot("Is the policy uncertain where responses of a group diverge?", _POSITION,
                 "entropy (nat)", [
-        ("where they diverge", _by_position(apart)), ("elsewhere", _by_position(alike)),
+        ("where they diverge", _by_position(diverging)), ("elsewhere", _by_position(others)),
     ], low=0)  # fmt: skip
 
 
@@ -185,8 +185,8 @@ def _shares(responses: Sequence[_Response], algorithm: Mapping[str, Any]) -> lis
 
 def _entropies(groups: Sequence[Sequence[_Response]]) -> tuple[list[_Pair], list[_Pair]]:
     """Return (position, entropy) of tokens at which responses with one prefix differ; of others."""
-    apart: list[_Pair] = []
-    rest: list[_Pair] = []
+    diverging: list[_Pair] = []
+    others: list[_Pair] = []
     for group in groups:
         # Responses with a common prefix, and how many tokens it has.
         todo = [([(r, _indices(r)) for r in group], 0)]
@@ -201,6 +201,7 @@ def _entropies(groups: Sequence[Sequence[_Response]]) -> tuple[list[_Pair], list
                 if entropy is not None:
                     # Past the gap of a long response, at[i] > i, the prefixes are unknown.
                     diverges = len(follow) > 1 and at[i] == i
-                    (apart if diverges else rest).append(((at[i] + 0.5) / r["num_tokens"], entropy))
+                    point = (at[i] + 0.5) / r["num_tokens"], entropy
+                    (diverging if diverges else others).append(point)
             todo += [(alike, i + 1) for alike in follow.values()]
-    return apart, rest
+    return diverging, others

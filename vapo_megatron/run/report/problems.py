@@ -57,10 +57,10 @@ def _sizes(row: _Row) -> Sequence[int]:
 def _cells(title: str, visits: str, rows: Sequence[_Row]) -> dict[str, Any]:
     """The visits to each problem."""
     visited = _visited(rows)
-    shown = spread(visited, _MAX_PROBLEMS)
-    of = f" of {len(visited)}" if len(shown) < len(visited) else ""
-    cells = [{"name": f"problem {index}", "visits": spread(v, _MAX_VISITS)} for index, v in shown]
-    return {"title": title, "x": visits, "y": f"{len(shown)}{of} problems", "cells": cells}
+    chosen = spread(visited, _MAX_PROBLEMS)
+    of = f" of {len(visited)}" if len(chosen) < len(visited) else ""
+    cells = [{"name": f"problem {index}", "visits": spread(v, _MAX_VISITS)} for index, v in chosen]
+    return {"title": title, "x": visits, "y": f"{len(chosen)}{of} problems", "cells": cells}
 
 
 def _visited(rows: Sequence[_Row]) -> list[tuple[int, list[_Visit]]]:

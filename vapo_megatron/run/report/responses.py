@@ -43,13 +43,13 @@ def _tokens(
     """Return both ends of the kept tokens, at most `most`; `gap`: [where, how many] are not."""
     if known is None:
         return None
-    shown = {n: known[n] for n in ("values", "advantages", "entropy") if n in known}
-    shown["pieces"] = [visible(piece) for piece in known["pieces"]]
-    held = len(shown["pieces"])
+    columns = {n: known[n] for n in ("values", "advantages", "entropy") if n in known}
+    columns["pieces"] = [visible(piece) for piece in known["pieces"]]
+    held = len(columns["pieces"])
     half = min(held, most) // 2
     if held == response["num_tokens"] and held <= most:
-        return shown | {"gap": None}
-    ends = {name: [*kept[:half], *kept[held - half :]] for name, kept in shown.items()}
+        return columns | {"gap": None}
+    ends = {name: [*kept[:half], *kept[held - half :]] for name, kept in columns.items()}
     return ends | {"gap": [half, response["num_tokens"] - 2 * half]}
 
 
@@ -80,12 +80,12 @@ def _origin(group: Mapping[str, Any]) -> str:
 
 def _response(response: Mapping[str, Any], number: int) -> str:
     status = _status(response)
-    cut = '<span class="truncated">truncated</span>' if response["truncated"] else ""
+    truncated = '<span class="truncated">truncated</span>' if response["truncated"] else ""
     return (
         f'<details class="response {status}"><summary>'
         f'<span class="status">{status.replace("_", " ")}</span>'
         f'<span class="reward">{response["reward"]:+.2f}</span>'
-        f'<span class="length">{response["num_tokens"]:,} tokens</span>{cut}'
+        f'<span class="length">{response["num_tokens"]:,} tokens</span>{truncated}'
         f'<span class="preview">{escape(_preview(response["text"]))}</span></summary>'
         f'<pre data-response="{number}">{_long(response["text"])}</pre></details>'
     )
@@ -100,7 +100,7 @@ def _preview(text: str) -> str:
 
 
 def _long(text: str) -> str:
-    """Escape a text; a very long one is cut in the middle."""
+    """Escape a text; a very long one is truncated in the middle."""
     text = visible(text)
     left_out = len(text) - _MAX_CHARACTERS
     if left_out <= 0:

@@ -11,14 +11,11 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.weights.holders import bounds, shard_dim
 from vapo_megatron.weights.layout import RowRun, row_runs
 from vapo_megatron.weights.table import VALUE_HEAD_BIAS, Row, rows_in_order
-
-if TYPE_CHECKING:
-    from vapo_megatron.models.hf_config import ModelShape
 
 _BIAS_ROW = Row(("output_layer.bias",), (VALUE_HEAD_BIAS,), "replicated", lambda shape: ((1,),))
 """Not in the name table, because it is no parameter."""

@@ -10,10 +10,10 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 from vapo_megatron.errors import CheckpointError
-from vapo_megatron.models.hf_config import read_model_shape
+from vapo_megatron.models.hf_config import ModelShape, read_model_shape
 from vapo_megatron.weights.convert.sharded_files import ShardedReader
 from vapo_megatron.weights.convert.sharded_tensors import (
     ShardedTensor,
@@ -22,6 +22,7 @@ from vapo_megatron.weights.convert.sharded_tensors import (
 )
 from vapo_megatron.weights.convert.team import OnProgress, Team
 from vapo_megatron.weights.copying import Blocks, row_blocks, write_exactly
+from vapo_megatron.weights.expected import compare_tensors
 from vapo_megatron.weights.hf_directory import (
     CONVERSION_FILE,
     MAX_FILE_BYTES,
@@ -36,11 +37,8 @@ from vapo_megatron.weights.hf_directory import (
     safetensors_header,
     write_index,
 )
-from vapo_megatron.weights.hf_reader import DTYPES, compare_tensors
+from vapo_megatron.weights.hf_reader import DTYPES
 from vapo_megatron.weights.table import EMBEDDING, OUTPUT, VALUE_HEAD_BIAS
-
-if TYPE_CHECKING:
-    from vapo_megatron.models.hf_config import ModelShape
 
 _EMBEDDING_KEY, _HEAD_KEY = "embedding.word_embeddings.weight", "output_layer.weight"
 _BIAS_KEY = "output_layer.bias"
@@ -104,7 +102,7 @@ def convert_to_hf(
         if class_name.endswith("TokenClassification"):
             plan = TensorPlan(VALUE_HEAD_BIAS, (1,), reader.dtype(_HEAD_KEY))
             items.append(_Item(plan, None))
-    if info.get("tied_output"):
+    if info.get("tied_output"):  # The original file had an output matrix, too.
         (embedding,) = [i for i in items if i.plan.name == EMBEDDING]
         plan = dataclasses.replace(embedding.plan, name=OUTPUT)
         items.append(dataclasses.replace(embedding, plan=plan))

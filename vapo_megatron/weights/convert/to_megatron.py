@@ -14,11 +14,12 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, cast
+from typing import BinaryIO, cast
 
 import torch
 from torch import Tensor
 
+from vapo_megatron.config import ParallelConfig
 from vapo_megatron.errors import CheckpointError
 from vapo_megatron.models.hf_config import check_layout, read_model_shape
 from vapo_megatron.parallel.reduce import gather_objects
@@ -40,9 +41,6 @@ from vapo_megatron.weights.hf_reader import DTYPES, HfReader
 from vapo_megatron.weights.holders import TrainerLayout, layout_of
 from vapo_megatron.weights.load_hf import check_hf_tensors, check_tied
 from vapo_megatron.weights.table import EMBEDDING, OUTPUT, VALUE_HEAD, VALUE_HEAD_BIAS
-
-if TYPE_CHECKING:
-    from vapo_megatron.config import ParallelConfig
 
 
 def convert_to_megatron(

@@ -17,16 +17,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.weights.holders import TrainerLayout
 from vapo_megatron.weights.reshard.plan import ENGINE, Block, Layer, Move, Plan, Slice
 from vapo_megatron.weights.reshard.shards import Piece, trainer_pieces
 from vapo_megatron.weights.reshard.vllm_layout import check_rollout_layout, engine_pieces
 from vapo_megatron.weights.table import Row, layer_rows, rows
-
-if TYPE_CHECKING:
-    from vapo_megatron.models.hf_config import ModelShape
 
 Home = tuple[int, str | None]
 """Where a stage keeps a piece: chunk and, if it is not the piece's, name of the parameter."""

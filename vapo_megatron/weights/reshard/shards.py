@@ -8,13 +8,11 @@ piece.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.weights.holders import TrainerLayout, parts, shard_dim
 from vapo_megatron.weights.table import Row
-
-if TYPE_CHECKING:
-    from vapo_megatron.models.hf_config import ModelShape
 
 Rectangle = tuple[int, int, int, int]
 """(row, column, rows, columns)."""

@@ -72,8 +72,8 @@ def execute(
         Bytes received from other ranks.
     """
     send, receive = (
-        [_buffer(sides[turn::2], dtype, device) for turn in range(2)]
-        for sides in ([s.sends for s in steps], [s.receives for s in steps])
+        [_buffer(messages[turn::2], dtype, device) for turn in range(2)]
+        for messages in ([s.sends for s in steps], [s.receives for s in steps])
     )
     posted: _Posted | None = None
     num_bytes = 0
@@ -94,9 +94,9 @@ def execute(
     return num_bytes + _finish(posted, weights)
 
 
-def _buffer(sides: Sequence[Transfers], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _buffer(messages: Sequence[Transfers], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Allocate what the largest of some steps' transfers need."""
-    sizes = [sum(t.num_elements for t in transfers) for transfers in sides]
+    sizes = [sum(t.num_elements for t in transfers) for transfers in messages]
     return torch.empty(max(sizes, default=0), dtype=dtype, device=device)
 
 

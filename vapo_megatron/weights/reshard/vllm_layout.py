@@ -13,9 +13,8 @@ loaders have it:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from vapo_megatron.errors import ConfigError
+from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.weights.holders import bounds, shard_elements
 from vapo_megatron.weights.reshard.shards import (
     Piece,
@@ -25,9 +24,6 @@ from vapo_megatron.weights.reshard.shards import (
     stacked,
 )
 from vapo_megatron.weights.table import Row
-
-if TYPE_CHECKING:
-    from vapo_megatron.models.hf_config import ModelShape
 
 VLLM_VOCAB_PADDING = 64
 """DEFAULT_VOCAB_PADDING_SIZE of vLLM's vocab_parallel_embedding."""
