@@ -91,6 +91,7 @@ def test_it_is_cut_where_turns_run_out():
     (rollout,), _, _ = played(Players(*[GOES_ON] * 4))
     assert rollout.episode == Episode("environment.max_turns") and rollout.truncated
     assert rollout.turns == (Turn(2, 0.5), Turn(4, 0.5), Turn(6, 0.5))
+    assert [before for before, _ in rollout.inserted] == [2, 4], "nobody sees the last one"
 
 
 def test_it_is_cut_where_an_observation_leaves_no_room():
