@@ -56,6 +56,8 @@ def test_a_step_tells_of_its_episodes(straight):
         assert row["rollout/turns_mean"] == sum(len(r.turns) for r in played) / NUM_RESPONSES
         inserted = sum(r.num_inserted for r in played) / NUM_RESPONSES
         assert row["rollout/observation_tokens_mean"] == inserted > 0
+        wrong = sum(r.episode.failed_calls for r in played) / NUM_RESPONSES
+        assert row["rollout/failed_calls_mean"] == wrong > 0
         cut = sum(r.episode.cut == "environment.max_action_tokens" for r in played)
         assert row["rollout/cut_by_action_fraction"] == cut / NUM_RESPONSES
         total = sum(item.total_reward for item in scored) / NUM_RESPONSES
@@ -85,6 +87,7 @@ def check_rewards(item):
     assert item.reward == (1.0 if item.status == "correct" else -1.0)
     own = {end - 1: reward for end, reward in zip(ends[1:], due) if reward}
     assert dict(item.token_rewards) == own
+    assert rollout.episode.failed_calls == sum(count % 2 for count in words[:-1])
 
 
 def test_rollouts_show_turns(straight):

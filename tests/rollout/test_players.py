@@ -206,6 +206,14 @@ def test_seconds_add_up(tokenizer):
     assert found.finish(second).episode.seconds == 3.5
 
 
+def test_wrong_calls_add_up(tokenizer):
+    found, play = begun(tokenizer)
+    answered(found, play, rollout(tokenizer, "a"), Played("b", failed_calls=2))
+    second = rollout(tokenizer, "a", "b", turns=(Turn(2, 0.0),))
+    answered(found, play, second, Played(done=True, failed_calls=1))
+    assert found.finish(second).episode.failed_calls == 3
+
+
 def test_dropped_episodes_are_ended(tokenizer):
     found, play = begun(tokenizer)
     found.drop()

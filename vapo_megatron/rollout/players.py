@@ -97,7 +97,10 @@ class EnvironmentPlayers:
 
     def _answer(self, position: int, played: Played) -> Answer:
         rollout, known = self._asked.pop(position), self._known[position]
-        known = known._replace(seconds=known.seconds + played.seconds, verdict=played.verdict)
+        known = known._replace(
+            seconds=known.seconds + played.seconds, verdict=played.verdict,
+            failed_calls=known.failed_calls + played.failed_calls,
+        )  # fmt: skip
         ids, prompt = list[int](), rollout.prompt
         if not played.done:
             try:
