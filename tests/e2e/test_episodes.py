@@ -162,6 +162,15 @@ def test_evaluate(launch, given, straight, tmp_path):
     _, *lines = map(json.loads, out.read_text().splitlines())
     responses = [each for line in lines for each in line["responses"]]
     assert len(responses) == 16 and all(each["earned"] >= 0 for each in responses)
+    for each in responses:
+        ends = [0, *(turn["end"] for turn in each["turns"])]
+        assert ends[-1] == each["num_tokens"] and each["begin"].startswith("w")
+        assert each["earned"] == sum(turn["reward"] for turn in each["turns"])
+        sizes = [turn["action"].count("w") for turn in each["turns"]]
+        for turn, size, after in zip(each["turns"], sizes, [*sizes[1:], None]):
+            said = "".join(f"w{3 + i}" for i in range(size % 4))
+            assert turn["observation"] == (said if after is not None else "")
+    assert any(each.get("cut_by") == "environment.max_action_tokens" for each in responses)
     of_status = {"correct": 1.0, "wrong": -1.0}
     mean = sum(of_status[each["status"]] + each["earned"] for each in responses) / 16
     told = json.loads(out.with_suffix(".json").read_text())

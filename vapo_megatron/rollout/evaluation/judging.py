@@ -24,11 +24,16 @@ from vapo_megatron.parallel.reduce import sum_over_world
 from vapo_megatron.reward.checks import FAILED
 from vapo_megatron.reward.reward_model import Pending
 from vapo_megatron.reward.scoring import Judged, VerdictStream
-from vapo_megatron.reward.shaping import base_reward
-from vapo_megatron.reward.verifier import RunningVerifier, Verdict
-from vapo_megatron.rollout.evaluation.statistics import means, problem_values, value_names
+from vapo_megatron.reward.verifier import RunningVerifier
+from vapo_megatron.rollout.evaluation.statistics import (
+    means,
+    problem_values,
+    response_reward,
+    value_names,
+)
 from vapo_megatron.rollout.evaluation.votes import Response, count_votes
 from vapo_megatron.rollout.requests import SamplingSettings
+from vapo_megatron.rollout.turn_records import turn_records
 from vapo_megatron.rollout.work import firsts, generate
 
 if TYPE_CHECKING:
@@ -113,15 +118,8 @@ def evaluate(
 
 def reward_mean(responses: Sequence[Response], reward: RewardConfig, verifier: str) -> float:
     """Return the mean reward of a problem's responses, without a punishment of length."""
-
-    def total(r: Response) -> float:
-        earned = float(r.get("earned", 0.0))
-        if r.get("is_paid"):
-            return earned
-        verdict = Verdict(r["status"], r["score"], r["answer"])
-        return earned + base_reward(verdict, reward, verifier, truncated=r["truncated"])
-
-    return math.fsum(map(total, responses)) / len(responses)
+    rewards = [response_reward(r, reward, verifier) for r in responses]
+    return math.fsum(rewards) / len(rewards)
 
 
 def sampling_settings(evaluation: EvaluationConfig, max_response_tokens: int) -> SamplingSettings:
@@ -148,6 +146,7 @@ def judge_problems(
     on_progress: Callable[[int, int], None] | None = None,
     has_time: Callable[[], bool] | None = None,
     keep_text: bool = False,
+    decode_turn: Callable[[Sequence[int]], str] | None = None,
     problems_per_batch: int | None = None,
     episodes: Episodes | None = None,
 ) -> Iterator[JudgedProblems]:
@@ -168,6 +167,7 @@ def judge_problems(
         on_progress: called with (done, total) responses, extrapolated from this replica to all.
         has_time: see RolloutEngine.run.
         keep_text: keep the text in the responses.
+        decode_turn: ids to text, with special tokens; of an episode whose turns are kept too.
         problems_per_batch: over all replicas; None: enough for two full batches of each engine.
         episodes: see generate.
 
@@ -198,7 +198,9 @@ def judge_problems(
         if verifier is None:
             yield []
             continue
-        responses = [_response(r, judged, keep_text) for r, judged in zip(rollouts, found)]
+        responses = [
+            _response(r, judged, keep_text, decode_turn) for r, judged in zip(rollouts, found)
+        ]
         groups = [responses[i : i + samples] for i in range(0, len(responses), samples)]
         asked = [rollout.prompt.problem for rollout in rollouts[::samples]]
         for group, votes in zip(groups, count_votes(verifier, asked, groups)):
@@ -208,7 +210,12 @@ def judge_problems(
         yield [(r.prompt, group) for r, group in zip(rollouts[::samples], groups)]
 
 
-def _response(rollout: Rollout, judged: Judged, keep_text: bool) -> Response:
+def _response(
+    rollout: Rollout,
+    judged: Judged,
+    keep_text: bool,
+    decode_turn: Callable[[Sequence[int]], str] | None,
+) -> Response:
     is_pending = isinstance(judged.verdict, Pending)
     return {
         "sample": rollout.sample,
@@ -222,6 +229,24 @@ def _response(rollout: Rollout, judged: Judged, keep_text: bool) -> Response:
         **({"is_paid": True} if rollout.episode and rollout.episode.is_paid else {}),
         **({"text": judged.text} if keep_text else {}),
         **({"note": judged.verdict.note} if judged.verdict.status in FAILED else {}),
-        # The reward model is still to read them.
-        **({"token_ids": rollout.token_ids.tolist()} if is_pending else {}),
+        **_turns(rollout, decode_turn if keep_text else None),
+        **(_unread(rollout) if is_pending else {}),
     }
+
+
+def _turns(rollout: Rollout, decode: Callable[[Sequence[int]], str] | None) -> Response:
+    """Return what is kept of an episode, as in a run's rollouts/."""
+    cut = rollout.episode.cut if rollout.episode else ""
+    found: Response = {"cut_by": cut} if cut else {}
+    if rollout.turns and decode is not None:
+        found["begin"] = decode(rollout.prompt.token_ids)
+        found["turns"] = turn_records(rollout, decode)
+    return found
+
+
+def _unread(rollout: Rollout) -> Response:
+    """Return the tokens that the reward model is still to read."""
+    if rollout.turns:
+        # With what the environment has said, first and later.
+        return {"sequence": rollout.sequence.tolist()}
+    return {"token_ids": rollout.token_ids.tolist()}
