@@ -68,6 +68,15 @@ class Step:
     """Calls of tools in this action that were wrong; a metric counts them."""
 
 
+def seed_of(problem: Any, seed: int) -> int:
+    """Return the row's own seed where it has a whole number in a column `seed`, else the episode's.
+
+    With one, all responses to a prompt begin alike: what a group's mean is taken over.
+    """
+    own = problem.metadata.get("seed")
+    return own if isinstance(own, int) and not isinstance(own, bool) else seed
+
+
 def checked(step: Any, max_characters: int, full_score: float | None) -> Step:
     """Return a step whose fields are exactly a text or list of dicts, a float, a bool, a Verdict
     or None, a text, and an int.

@@ -33,6 +33,8 @@ PROMPT = "Q"
 COUNTS = "0123456789ABCDEFG"
 """0 to 16, in a character each: the tokenizer has bytes."""
 SITUATIONS = "LMNOPRSTUVWXYZabcdefghijklmnopqrstuvwz*+,-./:;=>?@[]^_`{|}~'"
+FILE = "credit.jsonl"
+"""Of a run; train.py writes it."""
 CHARACTERS = PROMPT + COUNTS + SITUATIONS + CHOICES + FILLER
 
 
