@@ -144,6 +144,8 @@ RUNS = (
     Run("vapo plan --model Llama-3.1-8B --gpus 16 --placement", is_quick=True,
         shows=" 67 s a step "),
     Run("vapo plan --model Qwen2.5-7B", is_quick=True, shows=" 790 s a step "),
+    Run("vapo plan --model Qwen2.5-7B --gpus 16 --responses 1024", is_quick=True,
+        shows=" 167 s a step (122 to 241)"),
     Run("vapo plan --model Qwen2.5-32B --gpus 16", is_quick=True, shows=" 561 TFLOP/s/GPU\n"),
     Run("vapo plan --model models/Qwen2.5-32B", shows="to paste:"),
     Run("vapo plan reshard", is_quick=True, shows="received"),

@@ -92,7 +92,7 @@ def judged_on(replicas_of, count, batch, reward=None):
         batches = list(
             judge_problems(
                 sampler, verifier, problems(count), *SECTIONS, decode=decode,
-                policy_version=0, on_progress=lambda *at: shown.append(at), keep_text=True,
+                policy_version=0, on_progress=lambda *at: shown.append(at), kept_by=told,
                 problems_per_batch=batch,
             )
         )  # fmt: skip
@@ -238,10 +238,10 @@ def test_an_episodes_turns_are_kept_where_texts_are():
         next(
             judge_problems(
                 Playing(0, 1), NeverAsked(), problems(2), *SECTIONS, decode=decode,
-                policy_version=0, keep_text=keeps, decode_turn=told, problems_per_batch=2,
+                policy_version=0, kept_by=keeps, problems_per_batch=2,
             )
         )
-        for keeps in (True, False)
+        for keeps in (told, None)
     )  # fmt: skip
     (_, (won, *_)), (_, (cut, *_)) = kept
     assert won["turns"] == [

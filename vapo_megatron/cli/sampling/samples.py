@@ -179,8 +179,8 @@ def _sample(
         for judged in judge_problems(
             engine, verifier, problems, config.evaluation, config.rollout,
             decode=partial(decode_responses, tokenizer), policy_version=VERSION,
-            on_progress=bar.show, keep_text=True, problems_per_batch=problems_per_batch,
-            decode_turn=partial(tokenizer.decode, clean_up_tokenization_spaces=False),
+            on_progress=bar.show, problems_per_batch=problems_per_batch,
+            kept_by=partial(tokenizer.decode, clean_up_tokenization_spaces=False),
             episodes=episodes,
         ):  # fmt: skip
             # Only the first rank of a replica has what was judged.

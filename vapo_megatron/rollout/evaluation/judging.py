@@ -145,8 +145,7 @@ def judge_problems(
     policy_version: int,
     on_progress: Callable[[int, int], None] | None = None,
     has_time: Callable[[], bool] | None = None,
-    keep_text: bool = False,
-    decode_turn: Callable[[Sequence[int]], str] | None = None,
+    kept_by: Callable[[Sequence[int]], str] | None = None,
     problems_per_batch: int | None = None,
     episodes: Episodes | None = None,
 ) -> Iterator[JudgedProblems]:
@@ -166,8 +165,7 @@ def judge_problems(
         policy_version: of the engine's weights.
         on_progress: called with (done, total) responses, extrapolated from this replica to all.
         has_time: see RolloutEngine.run.
-        keep_text: keep the text in the responses.
-        decode_turn: ids to text, with special tokens; of an episode whose turns are kept too.
+        kept_by: keep responses' texts, and episodes' turns as it decodes them; None: neither.
         problems_per_batch: over all replicas; None: enough for two full batches of each engine.
         episodes: see generate.
 
@@ -198,9 +196,7 @@ def judge_problems(
         if verifier is None:
             yield []
             continue
-        responses = [
-            _response(r, judged, keep_text, decode_turn) for r, judged in zip(rollouts, found)
-        ]
+        responses = [_response(r, judged, kept_by) for r, judged in zip(rollouts, found)]
         groups = [responses[i : i + samples] for i in range(0, len(responses), samples)]
         asked = [rollout.prompt.problem for rollout in rollouts[::samples]]
         for group, votes in zip(groups, count_votes(verifier, asked, groups)):
@@ -211,10 +207,7 @@ def judge_problems(
 
 
 def _response(
-    rollout: Rollout,
-    judged: Judged,
-    keep_text: bool,
-    decode_turn: Callable[[Sequence[int]], str] | None,
+    rollout: Rollout, judged: Judged, kept_by: Callable[[Sequence[int]], str] | None
 ) -> Response:
     is_pending = isinstance(judged.verdict, Pending)
     return {
@@ -227,9 +220,9 @@ def _response(
         "truncated": rollout.truncated,
         **({"earned": sum(t.reward for t in rollout.turns)} if rollout.turns else {}),
         **({"is_paid": True} if rollout.episode and rollout.episode.is_paid else {}),
-        **({"text": judged.text} if keep_text else {}),
+        **({} if kept_by is None else {"text": judged.text}),
         **({"note": judged.verdict.note} if judged.verdict.status in FAILED else {}),
-        **_turns(rollout, decode_turn if keep_text else None),
+        **_turns(rollout, kept_by),
         **(_unread(rollout) if is_pending else {}),
     }
 
