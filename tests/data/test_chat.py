@@ -15,6 +15,8 @@ from vapo_megatron.errors import DataError
 
 SYSTEM, USER = {"role": "system", "content": "s"}, {"role": "user", "content": "q"}
 ASSISTANT = {"role": "assistant", "content": "a"}
+CALLING = {**ASSISTANT, "tool_calls": [{"name": "f", "arguments": {}}]}
+TOOL = {"role": "tool", "content": "2"}
 
 
 def render(messages):
@@ -36,6 +38,16 @@ def test_messages_become_texts_beside_texts(tmp_path):
     assert problem.prompt == "q"
 
 
+@pytest.mark.parametrize(
+    "prompt",
+    [[USER, CALLING, TOOL], [TOOL], [USER, {**ASSISTANT, "prefix": True}],
+     [SYSTEM, USER, {**ASSISTANT, "prefix": False}, USER]],
+)  # fmt: skip
+def test_a_tools_answer_or_the_beginning_of_the_response_may_be_last(prompt):
+    found = read_messages(prompt, "prompt", "f")
+    assert found == [{k: v for k, v in m.items() if k != "prefix"} for m in prompt]
+
+
 def test_what_parquet_adds_to_a_row_is_nothing():
     """Its rows have every key of any row; an empty system message is the system's choice."""
     found = read_messages([{**SYSTEM, "content": "", "name": None}, USER], "prompt", "f")
@@ -46,10 +58,17 @@ def test_what_parquet_adds_to_a_row_is_nothing():
     ("prompt", "message"),
     [
         ([], "prompt has messages of nobody; at most the first may be the system's, and the last"),
-        ([SYSTEM], "prompt has messages of system; .* the last must be the user's; correct"),
-        ([USER, ASSISTANT], "messages of user, assistant; .*the last must be the user's"),
+        ([SYSTEM], "prompt has messages of system; .* the last must be the user's, a tool's, or"),
+        ([USER, ASSISTANT], "messages of user, assistant; .* an assistant's text with prefix=true"),
+        ([USER, {**ASSISTANT, "prefix": False}], "of user, assistant; .* text with prefix=true"),
+        ([USER, {**ASSISTANT, "prefix": True}, USER], "messages of user, assistant, user; at most"),
+        ([{**ASSISTANT, "prefix": True}, ASSISTANT], "messages of assistant, assistant; at most"),
+        ([USER, {**ASSISTANT, "prefix": 1}], r"prompt\[1\]=.* must be a message"),
+        ([{**USER, "prefix": True}], r"prompt\[0\]=.* must be a message"),
+        ([USER, {**CALLING, "prefix": True}], "of user, assistant; at most the first may be"),
+        ([USER, {**ASSISTANT, "content": "", "prefix": True}], "prompt ends with an empty message"),
         ([USER, SYSTEM, USER], "messages of user, system, user; at most the first may be the"),
-        (["q"], r"prompt\[0\]='q' must be a message with a role \(system, user, assistant\), a"),
+        (["q"], r"prompt\[0\]='q' must be a message with a role \(system, user, assistant, t"),
         ([USER, {**USER, "role": "critic"}], r"prompt\[1\]=.*'critic'.* must be a message"),
         ([{"role": "user"}], r"prompt\[0\]=.* must be a message"),
         ([{"role": "user", "content": [{"type": "image"}]}], r"prompt\[0\]=.* must be a message"),

@@ -35,7 +35,8 @@ class References:
     def get(self, role: str, variant: str = "") -> tuple[str, str, problem.Problem]:
         """(HF directory, file of the expected gradients, problem) of a model.
 
-        Variants: "tied" embeddings; "mha", as many key-value heads as heads; "bfloat16" weights.
+        Variants: "tied" embeddings; "mha", as many key-value heads as heads; "bfloat16" weights;
+        "other observations".
         """
         key = f"{role}-{variant}"
         if key not in self._made:
@@ -52,6 +53,8 @@ class References:
         if variant == "tied":
             _change(path, lambda t: t["model.embed_tokens.weight"].mul_(0.5))
         given = problem.make_problem()
+        if variant == "other observations":
+            given = problem.with_other_observations(given)
         margin = 0.1 if variant == "bfloat16" else 1e-3
         if role == "actor":
             with torch.no_grad():

@@ -19,6 +19,7 @@ from tests.distributed.problem import (
     ACTOR_LOSSES,
     CLIP_GRAD,
     CRITIC_LOSSES,
+    GAE,
     LEARNING_RATE,
     LENGTHS,
     OPTIMIZER,
@@ -28,6 +29,7 @@ from tests.distributed.problem import (
     CriticLoss,
     Problem,
     places,
+    turns,
 )
 from tests.models.float64 import load_float64
 
@@ -46,6 +48,8 @@ class Reference(NamedTuple):
     """Of the last loss."""
     updates: dict[str, Tensor]
     """float64, by HF name: what one update with the last loss adds to the parameter."""
+    advantages: dict[str, Tensor]
+    """[unit of GAE]: float64 [2, T], of a critic: advantages, whitened, and returns."""
 
 
 def hidden_states(model: Any, problem: Problem) -> Tensor:
@@ -104,11 +108,44 @@ def critic_reference(directory: str, problem: Problem) -> Reference:
         found[name] = Expected(loss, gradients)
     parameters = dict(model.named_parameters())
     parameters["score.weight"] = parameters.pop("lm_head.weight")
-    return _reference(values, found, parameters)
+    advantages = {unit: _advantages(values.tolist(), problem, unit) for unit in GAE}
+    return _reference(values, found, parameters, advantages)
+
+
+def _advantages(values: list[float], problem: Problem, unit: str) -> Tensor:
+    """GAE with a lambda for each response, over its tokens or its turns; observations are in none.
+
+    A turn has the value before its first token and the sum of its tokens' rewards.
+    """
+    bounds, rewards = problem.bounds, problem.earned.tolist()
+    for end, is_correct in zip(bounds[1:], problem.is_correct.tolist()):
+        rewards[end - 1] += 1.0 if is_correct else -1.0
+    own = [[list(turn) for turn in turns(i)] for i in range(len(LENGTHS))]
+    if unit == "token":
+        own = [[[t] for turn in each for t in turn] for each in own]
+    steps = [[bounds[i] + t for t in step] for i, each in enumerate(own) for step in each]
+    counts = torch.tensor([0, *map(len, own)])
+    settings = GAE[unit]
+    given = (
+        [sum(rewards[t] for t in step) for step in steps], [values[step[0]] for step in steps],
+        counts.cumsum(0).tolist(),
+    )  # fmt: skip
+    alpha, gamma = settings["length_adaptive_alpha"], settings["gamma"]
+    lams = [max(1 - 1 / (alpha * n), 0.0) for n in counts[1:].tolist()]
+    actor, critic = (reference.gae(*given, lam, gamma) for lam in (lams, 1.0))
+    found = torch.zeros(2, len(values), dtype=torch.float64)
+    for k, step in enumerate(steps):
+        found[0, step], found[1, step] = actor[k], critic[k] + given[1][k]
+    trained = found[0, problem.mask]
+    found[0] = (found[0] - trained.mean()) / trained.std(correction=0)
+    return found
 
 
 def _reference(
-    outputs: Tensor, losses: dict[str, Expected], parameters: dict[str, Tensor]
+    outputs: Tensor,
+    losses: dict[str, Expected],
+    parameters: dict[str, Tensor],
+    advantages: dict[str, Tensor] | None = None,
 ) -> Reference:
     """AdamW's first update, with bias correction m = g and v = g^2 (Loshchilov and Hutter 2019)."""
     gradients = list(losses.values())[-1].gradients
@@ -120,7 +157,7 @@ def _reference(
         decay = OPTIMIZER["weight_decay"] if parameter.dim() > 1 else 0.0
         step = clipped / (clipped.abs() + OPTIMIZER["adam_eps"]) + decay * parameter
         updates[name] = -LEARNING_RATE * step
-    return Reference(outputs.detach(), losses, norm, updates)
+    return Reference(outputs.detach(), losses, norm, updates, advantages or {})
 
 
 def actor_loss(

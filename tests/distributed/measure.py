@@ -17,6 +17,7 @@ from tests.cut import select
 from tests.distributed import mutations
 from tests.distributed.problem import (
     CLIP_GRAD,
+    GAE,
     LEARNING_RATE,
     LENGTHS,
     LOSSES,
@@ -67,6 +68,8 @@ class Measured(NamedTuple):
     """[loss]"""
     outputs: float
     """Largest |difference| of log-probabilities and entropies, or values, before the update."""
+    advantages: dict[str, float]
+    """[unit of GAE]: of a critic; advantages and returns from its own values."""
     grad_norm: float
     updates: dict[str, float]
     """[HF name]: of what one optimizer update adds to the parameter."""
@@ -120,6 +123,10 @@ def measure(
         outputs = _outputs(model, role, problem, plan[here.dp_rank], here)
         difference = (outputs.double() - reference.outputs[_rows(plan[here.dp_rank])]).abs()
         gradients, losses = {}, {}
+        advantages = {
+            unit: _advantages(problem, outputs, plan[here.dp_rank], here, unit, expected)
+            for unit, expected in reference.advantages.items()
+        }
         for name, settings in losses_of(role, layout).items():
             loss, found = _gradients(model, role, problem, plan[here.dp_rank], here, settings)
             expected = reference.losses[name]
@@ -131,6 +138,7 @@ def measure(
         gradients,
         losses,
         _largest(torch.cat([difference.flatten(), difference.new_zeros(1)]).max())[0],
+        advantages,
         abs(norm - reference.grad_norm) / reference.grad_norm,
         _compared(updates, reference.updates),
         [[sum(SEQUENCES[p] for p in m) for m in rank] for rank in plan],
@@ -211,6 +219,24 @@ def _outputs(model: Any, role: str, problem: Problem, mine: list[list[int]], her
     if role == "critic":
         return model.compute_values(microbatches)
     return torch.stack(model.compute_logprobs(microbatches), -1)
+
+
+def _advantages(
+    problem: Problem, values: Tensor, mine: list[list[int]], here: Any, unit: str, expected: Tensor
+) -> float:
+    """Error of the advantages and returns that a layout's own values give, the larger."""
+    from vapo_megatron.config import AlgorithmConfig
+    from vapo_megatron.roles.advantages import with_advantages
+
+    algorithm = AlgorithmConfig(advantage_whitening=True, **GAE[unit])
+    batch = select(problem.batch(), [p for m in mine for p in m]).replace(values=values)
+    batch = with_advantages(None, batch, algorithm, here)
+    rows = _rows(mine)
+    errors = [
+        relative(found, expected[i, rows]) if rows else 0.0
+        for i, found in enumerate((batch.advantages, batch.returns))
+    ]
+    return _largest(torch.tensor(max(errors)))[0]
 
 
 def _microbatches(batch: Any, mine: list[list[int]], config: VapoConfig, here: Any) -> list:

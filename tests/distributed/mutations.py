@@ -68,6 +68,47 @@ def _local_counts() -> Patches:
     return [(minibatches, "sum_over_data_parallel", lambda value, groups: value)]
 
 
+def _places_without_observations() -> Patches:
+    """Response tokens are looked for one behind the other, right behind the prompt."""
+    from vapo_megatron.parallel import minibatches
+
+    honest = minibatches.make_microbatch
+
+    def wrong(batch, **cut):
+        starts = batch.per_token(batch.prompt_lengths - batch.cu_seqlens[:-1])
+        contiguous = starts.int() + starts.new_ones(len(starts)).cumsum(0).int() - 1
+        return honest(batch.replace(places=contiguous), **cut)
+
+    return [(minibatches, "make_microbatch", wrong)]
+
+
+def _one_turn() -> Patches:
+    """GAE by turn takes each response for one."""
+    from vapo_megatron.roles import advantages
+
+    honest = advantages.turn_layout
+    return [(advantages, "turn_layout", lambda starts, bounds: honest(None, bounds))]
+
+
+def _verdicts_alone() -> Patches:
+    """What was earned on the way is lost."""
+    from vapo_megatron.roles import advantages
+
+    honest = advantages.token_rewards
+
+    def wrong(batch):
+        return honest(batch.replace(token_rewards=None))
+
+    return [(advantages, "token_rewards", wrong)]
+
+
+def _whitened_alone() -> Patches:
+    """Mean and deviation of the advantages are those of a rank's own."""
+    from vapo_megatron.roles import advantages
+
+    return [(advantages, "sum_over_data_parallel", lambda value, groups: value)]
+
+
 def _value_of_the_next_state() -> Patches:
     """V is read at the response token and not at the position before it."""
     from vapo_megatron.roles import critic
@@ -190,6 +231,10 @@ MUTATIONS = {
     "NLL over the microbatch's own count": _own_count_of_positives,
     "mean of microbatch means": _mean_of_means,
     "counts of one data-parallel rank": _local_counts,
+    "places without observations": _places_without_observations,
+    "one turn of each response": _one_turn,
+    "rewards of the last token alone": _verdicts_alone,
+    "whitened on one data-parallel rank": _whitened_alone,
     "V shifted by one token": _value_of_the_next_state,
     "values scaled by the temperature": _value_over_temperature,
     "unmarked sequence-parallel head": _unmarked_head,

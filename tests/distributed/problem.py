@@ -1,7 +1,8 @@
 """What every layout is asked to compute: the same responses, losses and settings.
 
 Response lengths run from 1 (nothing after the first token) to 300, two are cut off by the length
-limit, two of twenty are correct; four have several turns, between which others wrote tokens.
+limit, two of twenty are correct; four have several turns, between which others wrote tokens, and
+rewards on the way.
 Advantages, returns and old values are random, so that a token at the wrong place shows; a few
 tokens are masked, and IcePop drops a fifth of them from the policy loss, among them two whole
 responses.
@@ -25,6 +26,8 @@ LENGTHS = (
 )  # fmt: skip
 INSERTED = {1: ((100, 23), (200, 7)), 5: ((1, 40),), 8: ((4, 1),), 13: ((0, 3),)}
 """Response -> (before which of its tokens, how many tokens others wrote there)."""
+EARNED = {(1, 99): 0.5, (1, 199): -0.25, (5, 0): 1.0, (8, 4): 0.125}
+"""(response, token) -> what was earned there, beside the verdict's reward."""
 CORRECT = (2, 12)
 TRUNCATED = (1, 7)
 MASKED = (0, 40, 41, 360, 700)
@@ -44,6 +47,12 @@ def places(response: int) -> list[int]:
         found.append(place)
         place += 1
     return found
+
+
+def turns(response: int) -> list[range]:
+    """Its tokens, turn by turn."""
+    starts = sorted({0, *(token for token, _ in INSERTED.get(response, ()))})
+    return [range(a, b) for a, b in zip(starts, [*starts[1:], LENGTHS[response][1]])]
 
 
 SEQUENCES = [places(i)[-1] + 1 for i in range(len(LENGTHS))]
@@ -98,6 +107,12 @@ ON_ONE_AXIS = ("DIS", "DPPO, sample-level", "value in a range")
 """Computed where one axis at most is above 1, in float32: they differ from the others in the last
 stage's arithmetic of each token and nowhere else."""
 
+GAE = {
+    unit: {"gae_unit": unit, "length_adaptive_alpha": 0.6, "gamma": 0.97}
+    for unit in ("token", "turn")
+}
+"""Fields of the algorithm's configuration; advantages are whitened, too."""
+
 # One update with the last of the losses. With a large epsilon it shows the gradient's scale, which
 # Adam would hide; the clip is active.
 OPTIMIZER = {"adam_eps": 1e-2, "weight_decay": 0.1}
@@ -135,6 +150,22 @@ class Problem(NamedTuple):
         sequences = self.tokens.split(SEQUENCES)
         return torch.cat([tokens[places(i)] for i, tokens in enumerate(sequences)])
 
+    @property
+    def earned(self) -> Tensor:
+        """float32 [T]: rewards without the verdict's."""
+        earned = torch.zeros(len(self.mask))
+        for (response, token), reward in EARNED.items():
+            earned[self.bounds[response] + token] = reward
+        return earned
+
+    @property
+    def turn_starts(self) -> Tensor:
+        """int32 [T]"""
+        starts = torch.zeros(len(self.mask), dtype=torch.int32)
+        first = [self.bounds[i] + turn[0] for i in range(len(LENGTHS)) for turn in turns(i)]
+        starts[first] = 1
+        return starts
+
     def batch(self, scale: float = 1.0, shift: float = 0.0) -> RolloutBatch:
         """All responses as the trainer holds them once advantages are known."""
         prompts, responses = torch.tensor(LENGTHS).t()
@@ -154,6 +185,8 @@ class Problem(NamedTuple):
             rewards=self.is_correct * 2.0 - 1,
             is_correct=self.is_correct,
             truncated=truncated,
+            token_rewards=self.earned,
+            turn_starts=self.turn_starts,
             rollout_logprobs=self.rollout_logprobs,
             loss_mask=self.mask,
             old_logprobs=self.old_logprobs,
@@ -189,6 +222,17 @@ def make_problem() -> Problem:
         rollout_logprobs=torch.zeros(size),
         old_values=torch.zeros(size),
     )
+
+
+def with_other_observations(problem: Problem) -> Problem:
+    """The same with another id for every token that is neither of a prompt nor of a response."""
+    tokens = problem.tokens.clone()
+    for i, sequence in enumerate(tokens.split(SEQUENCES)):
+        inserted = torch.ones(len(sequence), dtype=torch.bool)
+        inserted[: LENGTHS[i][0]] = False
+        inserted[places(i)] = False
+        sequence[inserted] = (sequence[inserted] + 7) % VOCAB
+    return problem._replace(tokens=tokens)
 
 
 def near(outputs: Tensor, spread: float, edges: tuple[float, ...], margin: float) -> Tensor:

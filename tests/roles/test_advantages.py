@@ -4,12 +4,18 @@ Not exercised: the equations themselves (tests/algorithm), what a step makes of 
 (tests/test_trainer_wiring.py).
 """
 
+import itertools
+import json
+from array import array
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from vapo_megatron.config import AlgorithmConfig, ParallelConfig
 from vapo_megatron.data.batch import RolloutBatch, StepSummary, bounds
+from vapo_megatron.data.rollout import Prompt, Rollout, ScoredRollout
 from vapo_megatron.parallel import groups
 from vapo_megatron.roles.advantages import with_advantages
 
@@ -140,3 +146,68 @@ def test_lambda_may_count_turns(workers):
 
 def of_lambda(lambda_actor, alpha=0.05):
     return of_turns(lambda_actor=lambda_actor, length_adaptive_alpha=alpha)
+
+
+VECTORS = json.loads((Path(__file__).parent / "multi_turn.json").read_text())
+
+
+def episode_of(row):
+    """The response whose sequence has the row's actions and observations behind one prompt token.
+
+    Rewards and values of observations have no place in it.
+    """
+    runs = [(bool(k), len(list(run))) for k, run in itertools.groupby(row["is_action"])]
+    inserted, ends, count = [], [], 0
+    for is_action, length in runs:
+        if is_action:
+            count += length
+            ends.append(count)
+        else:
+            inserted.append((count, array("i", [9] * length)))
+    if "turn_rewards" in row:
+        earned = [(end - 1, x) for end, x in zip(ends, row["turn_rewards"], strict=True)]
+        reward = row["final_reward"]
+    else:
+        own = [x for k, x in zip(row["is_action"], row["token_rewards"], strict=True) if k]
+        earned, reward = list(enumerate(own)), float(row.get("terminal", 0))
+    ids, logprobs = array("i", [1] * count), array("f", [0.0] * count)
+    rollout = Rollout(
+        Prompt(0, "", (3,), ""), 0, 0, ids, logprobs, False, 0, inserted=tuple(inserted)
+    )
+    return ScoredRollout(rollout, "", "wrong", reward, token_rewards=tuple(earned))
+
+
+def of_rows(rows):
+    ranks = groups.initialize(ParallelConfig(world_size=1))
+    found = []
+    for row in rows:
+        item = episode_of(row)
+        # V of a token is read one place before it; the row has it in the token's own place.
+        places = item.rollout.places - 1
+        length = len(places)
+        batch = batch_of(
+            [0], [length], values=torch.tensor(row["values"], dtype=torch.float64)[places],
+            rewards=torch.tensor([item.reward]),
+            token_rewards=torch.from_numpy(item.column("token_rewards")),
+        )  # fmt: skip
+        algorithm = AlgorithmConfig(
+            gamma=row["gamma"] or 1e-30,  # 0 is none of the configuration's.
+            lambda_actor="adaptive" if "alpha" in row else row["lambda_actor"],
+            lambda_critic=row.get("lambda_critic", 1.0),
+            length_adaptive_alpha=row.get("alpha", 1.0),
+        )
+        batch = with_advantages(summary_of([0.0], [0], [length]), batch, algorithm, ranks)
+        for name in ("advantages", "returns"):
+            whole = torch.zeros(len(row["values"]), dtype=torch.float64)
+            whole[places] = getattr(batch, name).double()
+            found.append((whole.tolist(), row.get(name)))
+    return found
+
+
+def test_observations_are_in_no_sum(workers):
+    """Numbers of other libraries' tests, and of the definition in float64, of whole sequences."""
+    ((found),) = workers.run(1, of_rows, VECTORS["peers"] + VECTORS["serial"])
+    compared = [(got, wanted) for got, wanted in found if wanted is not None]
+    assert len(compared) == 16
+    for got, wanted in compared:
+        assert got == pytest.approx(wanted, abs=1e-6)

@@ -8,6 +8,7 @@ import datetime
 import pytest
 
 from tests.rollout.chat_tokenizer import CHATML, write_chat_tokenizer
+from tests.rollout.family_templates import QWEN3
 from vapo_megatron.errors import DataError
 from vapo_megatron.rollout.tokenizer import ChatTemplate, load_tokenizer
 
@@ -43,9 +44,31 @@ def test_tools_calls_and_variables_are_written(tmp_path):
     assert template.date is None
 
 
+TRIMMED = CHATML.replace("m['content']", "m['content'] | trim")
+LAST_IS_LOST = CHATML.replace("for m in messages", "for m in messages if m['role'] == 'user'")
+
+
+@pytest.mark.parametrize(
+    ("form", "text"), [(CHATML, "Let me see: "), (TRIMMED, "Let me see:"), (QWEN3, "Let me see: ")]
+)
+def test_a_response_continues_an_assistants_message(tmp_path, form, text):
+    begun = [USER, {"role": "assistant", "content": "Let me see: "}]
+    prompt = template_of(tmp_path, form)(begun)
+    assert prompt == f"<|im_start|>user\n1 + 1 = ?<|im_end|>\n<|im_start|>assistant\n{text}"
+
+
+def test_a_response_follows_a_tools_answer(tmp_path):
+    answered = [USER, {"role": "tool", "content": "2"}]
+    assert template_of(tmp_path, QWEN3)(answered).endswith(
+        "<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("template", "row", "message"),
     [
+        (LAST_IS_LOST, ([USER, {"role": "assistant", "content": "a"}],), "refuses them: continue_"),
+        (CHATML, ([USER], (), {"continue_final_message": True}), "is not a row's to set"),
         (CHATML, ([USER], [TOOL]), "chat template does not write the tools given to it"),
         (CHATML + "{# tools #}", ([USER], [TOOL]), "does not write the tools given to it"),
         (CHATML, (CALLED,), "does not write the tool_calls of message 1"),

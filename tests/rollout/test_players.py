@@ -3,6 +3,7 @@
 What is played is scripted here; real processes: tests/environments, tests/e2e/test_episodes.py.
 """
 
+import dataclasses
 from array import array
 
 import pytest
@@ -110,6 +111,27 @@ def test_an_action_is_its_own_text_and_its_answer_the_tail(tokenizer):
     second = rollout(tokenizer, "left", "right", turns=(Turn(len(first.token_ids), 0.5),))
     answered(found, play, second, Played("door"))
     assert play.calls[1:] == [("act", 5, "left"), ("act", 5, "right")]
+
+
+@pytest.mark.parametrize("kwargs", [{"thinks": False}, '{"thinks": false}'])
+def test_every_turn_is_prompted_with_the_rows_variables(tokenizer, kwargs):
+    quiet = "{{ '' if thinks | default(true) else '<quiet>' }}{% endif %}"
+    template, _, end = tokenizer.chat_template.rpartition("{% endif %}")
+    tokenizer.chat_template = template + quiet + end
+    found, play = players(tokenizer)
+    asked = rollout(tokenizer)
+    ids = (*asked.prompt.token_ids, *tokenizer.encode("<quiet>"))
+    prompt = dataclasses.replace(
+        asked.prompt, token_ids=ids, metadata={"chat_template_kwargs": kwargs}
+    )
+    asked = dataclasses.replace(asked, prompt=prompt)
+    first = answered(found, play, asked, Played("A coin."))
+    assert tokenizer.decode(first.prompt.token_ids).endswith(
+        "\n<|im_start|>user\nA coin.<|im_end|>\n<|im_start|>assistant\n<quiet>"
+    )
+    turn = dataclasses.replace(rollout(tokenizer, "left"), prompt=first.prompt)
+    text = tokenizer.decode(answered(found, play, turn, Played("wall")).ids)
+    assert text == "\n<|im_start|>user\nwall<|im_end|>\n<|im_start|>assistant\n<quiet>"
 
 
 @pytest.mark.parametrize("said", ["x" * 500, [{"role": "user", "content": "x" * 500}]])

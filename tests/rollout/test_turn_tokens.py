@@ -144,6 +144,44 @@ def test_what_comes_first_stands_before_the_generation_prompt(family):
         tokens.after_prompt(prompt[:-1], "The board is empty.")
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_spaces_that_are_added_tokens_stay_these(family):
+    tokenizer, _, tokens = turn_tokens(family)
+    tokenizer.add_tokens(["    ", "  "])
+    tokens = TurnTokens(tokenizer, [tokens.end_of_turn], None)
+    spaces = tokenizer.convert_tokens_to_ids("    ")
+    assert spaces in tokens.after_action("if x:\n    y")
+
+
+TOOLLESS = CHATML.replace("m.content + '\n</tool_response>", "'\n</tool_response>")
+CLOSED = (
+    "{% if messages[-1].role == 'system' %}{% set closed = '<|endoftext|>' %}{% endif %}"
+    + CHATML.replace("m.content + '<|im_end|>\n'", "m.content + (closed or '<|im_end|>') + '\n'")
+)
+"""A system's message makes it end turns otherwise."""
+
+
+def test_a_message_that_the_template_does_not_write_is_refused():
+    assert TOOLLESS != CHATML
+    tokenizer = tokenizer_of(TOOLLESS, ["<|im_start|>", "<|im_end|>"])
+    tokens = TurnTokens(tokenizer, [tokenizer.convert_tokens_to_ids("<|im_end|>")], None)
+    assert tokens.after_action(SAID["user"])
+    for said in (SAID["tool"], SAID["two"]):
+        with pytest.raises(DataError, match="does not write a message of role tool"):
+            tokens.after_action(said)
+    prompt = rendered(tokenizer, [{"role": "user", "content": "A game."}])
+    with pytest.raises(DataError, match="does not write a message of role tool"):
+        tokens.after_prompt(prompt, SAID["tool"])
+
+
+def test_a_turn_that_ends_otherwise_before_some_messages_is_refused():
+    tokenizer = tokenizer_of(CLOSED, ["<|im_start|>", "<|im_end|>"])
+    tokens = TurnTokens(tokenizer, [tokenizer.convert_tokens_to_ids("<|im_end|>")], None)
+    assert tokens.after_action(SAID["user"])
+    with pytest.raises(DataError, match="ends the turn with other text"):
+        tokens.after_action([{"role": "system", "content": "Be brief."}])
+
+
 def test_without_a_template_it_is_plain_text():
     tokenizer = tokenizer_of(None, ["<|im_end|>"])
     tokens = TurnTokens(tokenizer, [0], None)

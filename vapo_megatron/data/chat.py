@@ -22,7 +22,7 @@ what a tokenizer has against them."""
 ROLES = ("system", "user", "assistant", "tool")
 OPTION_COLUMNS = {"tools": "tools", "chat_template_kwargs": "variables"}
 """What a row may have for the chat template beside its messages, and Render's keyword for it."""
-_FURTHER = {"assistant": {"tool_calls"}, "tool": {"name", "tool_call_id"}}
+_FURTHER = {"assistant": {"tool_calls", "prefix"}, "tool": {"name", "tool_call_id"}}
 """Keys that a role's messages may have beside role and content."""
 _LIKE_MESSAGES = re.compile(r"\[\s*\{\s*(['\"])(role|content|from|value)\1\s*:")
 
@@ -114,14 +114,18 @@ def parse_literal(text: str) -> tuple[Any, bool]:
 
 
 def read_messages(value: Sequence[Any], column: str, where: str) -> list[Message]:
-    """Return a row's messages: the system's, if any, then turns, the last the user's or a tool's.
+    """Return a row's messages: the system's, if any, then turns.
+
+    The last is the user's or a tool's, or an assistant's that the response continues, which says so
+    with `prefix`; a whole conversation is not taken for a prompt.
 
     Args:
         value: of the row's column, from JSONL or parquet, whose missing keys are None.
         column, where: named in errors.
 
     Returns:
-        The arguments of tool_calls are objects, as templates want them, also where they were JSON.
+        Without `prefix`. The arguments of tool_calls are objects, as templates want them, also
+        where they were JSON.
 
     Raises:
         DataError: a message has more or less than a role and a text, or an order as above is not
@@ -129,10 +133,19 @@ def read_messages(value: Sequence[Any], column: str, where: str) -> list[Message
     """
     messages = [_message(item, f"{column}[{i}]", where) for i, item in enumerate(value)]
     roles = [message["role"] for message in messages]
-    if not roles or roles[-1] not in ("user", "tool") or "system" in roles[1:]:
+    continued = [message.pop("prefix", False) for message in messages]
+    last = ("assistant",) if any(continued) else ("user", "tool")
+    if (
+        not roles
+        or roles[-1] not in last
+        or "system" in roles[1:]
+        or any(continued[:-1])
+        or "tool_calls" in messages[-1]
+    ):
         raise DataError(
             f"{where}: {column} has messages of {', '.join(roles) or 'nobody'}; at most the first "
-            "may be the system's, and the last must be the user's; correct or remove the row"
+            "may be the system's, and the last must be the user's, a tool's, or an assistant's "
+            "text with prefix=true, which the response continues; correct or remove the row"
         )
     if not messages[-1]["content"]:
         raise DataError(f"{where}: {column} ends with an empty message; correct or remove the row")
@@ -154,11 +167,12 @@ def _message(item: Any, name: str, where: str) -> Message:
         or not further <= _FURTHER.get(role, set())
         or not isinstance(known["content"], str)
         or known.get("tool_calls", True) is None
+        or not isinstance(known.get("prefix", False), bool)
     ):
         raise DataError(
             f"{where}: {name}={_quoted(item)} must be a message with a role (system, user, "
-            "assistant), a text as content, of an assistant maybe tool_calls, or of role tool "
-            "with maybe name and tool_call_id, and nothing else; correct or remove the row"
+            "assistant, tool), a text as content, of an assistant maybe tool_calls or prefix, of "
+            "a tool maybe name and tool_call_id, and nothing else; correct or remove the row"
         )
     encodable(json.dumps(known, ensure_ascii=False), name, where)
     return known

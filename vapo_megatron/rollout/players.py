@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from vapo_megatron.config import RewardConfig
 from vapo_megatron.config.reward import ENVIRONMENT
+from vapo_megatron.data.chat import template_options
 from vapo_megatron.data.rollout import Episode, Prompt, Rollout
 from vapo_megatron.environments.play import Play, Played
 from vapo_megatron.environments.step import CUT, Observation
@@ -106,7 +109,7 @@ class EnvironmentPlayers:
             try:
                 said = self._shortened(played.observation)
                 if rollout.token_ids:
-                    ids = self._tokens.after_action(said)
+                    ids = self._tokens.after_action(said, _variables(prompt))
                 else:
                     prompt = self._begun(rollout.prompt, said)
             except DataError as error:
@@ -121,7 +124,7 @@ class EnvironmentPlayers:
         """Return a prompt's ids with what the environment says first; the critic's have it, too."""
         given = {"token_ids": prompt.token_ids, "critic_token_ids": prompt.critic_token_ids}
         found = {
-            name: tuple(self._tokens.after_prompt(ids, said))
+            name: tuple(self._tokens.after_prompt(ids, said, _variables(prompt)))
             for name, ids in given.items()
             if ids is not None
         }
@@ -152,6 +155,12 @@ class EnvironmentPlayers:
             return text, len(ids)
         start = self._tokenizer.decode(ids[:most], clean_up_tokenization_spaces=False)
         return start.rstrip("\ufffd") + CUT, len(ids)
+
+
+def _variables(prompt: Prompt) -> Mapping[str, Any]:
+    """Return the chat template's variables that a row has set, so that all its turns have them."""
+    found: Mapping[str, Any] = template_options(prompt.metadata, "data").get("variables", {})
+    return found
 
 
 def _by_rewards(known: Episode, total: float) -> Episode:

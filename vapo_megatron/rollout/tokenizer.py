@@ -230,7 +230,9 @@ class ChatTemplate:
         tools: Sequence[Any] = (),
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt's text.
+        """Return the prompt's text, which ends with the generation prompt.
+
+        A last message that is an assistant's ends it instead: the response continues it.
 
         Args:
             messages: see read_messages.
@@ -242,6 +244,9 @@ class ChatTemplate:
             raise DataError("it has tools of its own, and the run's environment has others")
         tools = tools or self._tools
         self._check_variables(variables, tools)
+        if messages[-1]["role"] == "assistant":
+            ending = {"add_generation_prompt": False, "continue_final_message": True}
+            variables = {**variables, **ending}
         options = {**variables, **({"tools": list(tools)} if tools else {})}
         text = self.written(messages, **options)
         if tools and text == self.written(messages, **variables):

@@ -16,7 +16,7 @@ could otherwise end a turn, or forge one.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vapo_megatron.data.chat import Message
@@ -36,6 +36,7 @@ _HISTORIES: tuple[list[Message], ...] = (
     ],
 )
 _SOMETHING = "Something else."
+_NONE: Mapping[str, Any] = {}
 
 
 class TurnTokens:
@@ -54,7 +55,8 @@ class TurnTokens:
     def __init__(self, tokenizer: Any, stop_token_ids: Sequence[int], date: str | None) -> None:
         self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer, date) if tokenizer.chat_template else None
-        added = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
+        added = [token for token in tokenizer.get_added_vocab() if not token.isspace()]
+        added.sort(key=len, reverse=True)
         self._added = re.compile("|".join(map(re.escape, added))) if added else None
         self._stops = tokenizer.convert_ids_to_tokens(list(stop_token_ids))
         self.end_of_turn = stop_token_ids[0]
@@ -62,18 +64,32 @@ class TurnTokens:
         if self._template is not None:
             self._check()
 
-    def after_action(self, said: Said) -> list[int]:
+    def after_action(self, said: Said, variables: Mapping[str, Any] = _NONE) -> list[int]:
         """Return the tokens that follow an action, up to where the next one begins.
 
+        Args:
+            said: by the environment.
+            variables: of the template, as the row's prompt was written with: the next generation
+                prompt is then as the first, such as with or without thinking.
+
         Raises:
-            DataError: the template refuses the messages, or there is none for them.
+            DataError: the template refuses the messages or does not write one of them, or there is
+                none for them.
         """
         if self._template is None:
             return self._encoded(self._plain(said))
-        text = self._tail(_HISTORIES[0], _MARKS[0], self._messages(said))
-        return self._encoded(text)[1:]
 
-    def after_prompt(self, prompt_ids: Sequence[int], said: Said) -> list[int]:
+        def written(messages: Sequence[Message]) -> str:
+            return self._tail(_HISTORIES[0], _MARKS[0], messages, variables)
+
+        end, *ids = self._encoded(_with_all(self._messages(said), written))
+        if end != self.end_of_turn:
+            raise DataError("before these messages the chat template ends the turn with other text")
+        return ids
+
+    def after_prompt(
+        self, prompt_ids: Sequence[int], said: Said, variables: Mapping[str, Any] = _NONE
+    ) -> list[int]:
         """Return a prompt with what an environment says at an episode's beginning.
 
         With a template it stands before the generation prompt, with which the prompt must end.
@@ -86,9 +102,14 @@ class TurnTokens:
             return prompt
         if self._template is None:
             return prompt + self._encoded(self._plain(said))
-        before = self._written([{"role": "user", "content": _MARKS[0]}], is_prompt=False)
-        prompted = self._written([{"role": "user", "content": _MARKS[0]}])
-        all_of_it = self._written([{"role": "user", "content": _MARKS[0]}, *self._messages(said)])
+        begun: list[Message] = [{"role": "user", "content": _MARKS[0]}]
+
+        def written(messages: Sequence[Message]) -> str:
+            return self._written([*begun, *messages], variables)
+
+        before = self._written(begun, variables, is_prompt=False)
+        prompted = written([])
+        all_of_it = _with_all(self._messages(said), written)
         opening = self._encoded(prompted.removeprefix(before))
         if prompt[len(prompt) - len(opening) :] != opening or not all_of_it.startswith(before):
             raise DataError(
@@ -128,18 +149,27 @@ class TurnTokens:
                 )
             (self.end_of_turn, *_) = self._encoded(tail)
 
-    def _tail(self, history: Sequence[Message], mark: str, messages: Sequence[Message]) -> str:
+    def _tail(
+        self,
+        history: Sequence[Message],
+        mark: str,
+        messages: Sequence[Message],
+        variables: Mapping[str, Any] = _NONE,
+    ) -> str:
         """Return the text behind an assistant's message, the end of its turn included."""
-        text = self._written([*history, {"role": "assistant", "content": mark}, *messages])
+        answered = [*history, {"role": "assistant", "content": mark}, *messages]
+        text = self._written(answered, variables)
         _, found, tail = text.partition(mark)
         if not found or not tail:
             raise DataError("the tokenizer's chat template does not write an assistant's message")
         return tail
 
-    def _written(self, messages: Sequence[Message], is_prompt: bool = True) -> str:
+    def _written(
+        self, messages: Sequence[Message], variables: Mapping[str, Any], is_prompt: bool = True
+    ) -> str:
         assert self._template is not None
         kept = [self._kept_apart(message) for message in messages]
-        return self._template.written(kept, add_generation_prompt=is_prompt)
+        return self._template.written(kept, add_generation_prompt=is_prompt, **variables)
 
     def _messages(self, said: Said) -> list[Message]:
         return [{"role": "user", "content": said}] if isinstance(said, str) else list(said)
@@ -164,6 +194,18 @@ class TurnTokens:
         """Encode a text part by part, so that what was kept apart stays so."""
         encode = self._tokenizer.encode
         return [i for part in text.split(_APART) for i in encode(part, add_special_tokens=False)]
+
+
+def _with_all(messages: list[Message], written: Callable[[Sequence[Message]], str]) -> str:
+    """Return the text of some messages. DataError: it is the same whatever one of them says."""
+    text = written(messages)
+    for i, message in enumerate(messages):
+        other = {**message, "content": f"{message['content']} 1"}
+        if written([*messages[:i], other, *messages[i + 1 :]]) == text:
+            raise DataError(
+                f"the tokenizer's chat template does not write a message of role {message['role']}"
+            )
+    return text
 
 
 _APART = "\ue000"

@@ -373,7 +373,7 @@ def test_tools_are_in_the_text_and_no_longer_in_a_column(make, tmp_path, tokeniz
     _, problems = make(file, template="none")
     assert [p.prompt for p in problems] == ["w6 w9", "w7 w9", "w5"]
     answered = [*user, {"role": "assistant", "content": "w4"}, {"role": "tool", "content": "w3"}]
-    with pytest.raises(DataError, match="prompt ends with a tool's answer, .*without vapo prepare"):
+    with pytest.raises(DataError, match="prompt ends with .* role tool, .*without vapo prepare"):
         make(jsonl(tmp_path / "b.jsonl", [{"prompt": answered, "answer": 1}]))
 
 

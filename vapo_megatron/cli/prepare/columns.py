@@ -192,8 +192,8 @@ def read_problem(
         prompt = last["content"]
         if last["role"] != "user":
             raise DataError(
-                f"{where}: {shape.prompt_column} ends with a tool's answer, and a problem is the "
-                "user's message; train on the file as it is, without vapo prepare"
+                f"{where}: {shape.prompt_column} ends with a message of role {last['role']}, and a "
+                "problem is the user's; train on the file as it is, without vapo prepare"
             )
     else:
         refuse_options(template_options(row, where), shape.prompt_column, where)
