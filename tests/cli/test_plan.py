@@ -136,11 +136,26 @@ def test_options_reach_the_plan(capsys):
     for options in (["--tflops", "400"], ["--hbm", "1000"], ["--share", "matmul=.4"],
                     ["--response", "15000"], ["--gpu", "A100"], ["--prompt", "2000"],
                     ["--spread", "1"], ["--nvlink", "90"], ["--vllm-sequences", "2"],
-                    ["--reference"], ["--reward-model", "Qwen2.5-7B"]):  # fmt: skip
+                    ["--reference"], ["--reward-model", "Qwen2.5-7B"],
+                    # The same sampled tokens, and observations beside them.
+                    ["--max-response", "22480", "--response", "10240", "--turns", "8",
+                     "--observations", "2000"]):  # fmt: skip
         assert int(first_row(capsys, options)[9]) > int(plain[9]), options
     assert first_row(capsys, ["--gpu", "H200", "--offload", "no"])[8] == "no"
     assert int(first_row(capsys, ["--no-critic"])[9]) < int(plain[9])
     assert first_row(capsys, ["--gpu-memory", "79.6GiB", "--vllm-share", "0.3"])[5] == "0.30"
+
+
+def test_episodes_are_told_of(capsys):
+    options = [*SMALL, *ONE, "--max-response", "8192", "--response", "2048"]
+    assert plan.main(options) == 0
+    assert "episodes" not in capsys.readouterr().out
+    assert plan.main([*options, "--turns", "2.5", "--observations", "700"]) == 0
+    job = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    assert job[-1].startswith("episodes: mean 2.5 turns, 700 tokens of observations; ")
+    assert "mean 2048 tokens, at most 8192" in job[-2]
+    assert plan.main([*options, "--turns", "2", "--carry-over", "4"]) == 2
+    assert "carry_over_groups=4 must be 0 with episodes" in capsys.readouterr().err
 
 
 def test_options_of_wires_that_a_single_node_has_not():

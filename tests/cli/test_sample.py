@@ -1,11 +1,13 @@
 """vapo sample: what is asked of the engine, and what is printed.
 
-vLLM is a stand-in that answers 7. Not exercised: several processes.
+vLLM is a stand-in that answers 7; the environment is a real one. Not exercised: several processes.
 """
 
 import contextlib
 import io
 import json
+from array import array
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -38,14 +40,31 @@ class LastEngine(Engine):
         self.calls.append("shut down")
 
 
-def run(arguments):
+class TurnEngine(LastEngine):
+    """Samples an episode's turns: two words and the end at first, then always one word."""
+
+    def told(self, value):
+        return value
+
+    def run(self, work, sampling, *_):
+        work.take(self.at_once)
+        while work.waiting.number():
+            for request in work.waiting.back(True):
+                ids = array("i", [5] if request.rollout.turns else [3, 4, 2])
+                zeros = array("f", [0.0] * len(ids))
+                work.ended(request.rollout.extended(ids, zeros, 0, truncated=False))
+            work.take(self.at_once)
+        return []
+
+
+def run(arguments, engine_class=LastEngine):
     """(exit code, what is printed on each stream, what the engine was asked); a worker's."""
     from vapo_megatron.cli.sampling import engine
 
     dist.destroy_process_group()
     asked, out, err = [], io.StringIO(), io.StringIO()
     with (
-        mock.patch.object(engine, "build_engine", lambda *_: LastEngine(asked)),
+        mock.patch.object(engine, "build_engine", lambda *_: engine_class(asked)),
         contextlib.redirect_stdout(out), contextlib.redirect_stderr(err),
     ):  # fmt: skip
         code = main(["sample", *arguments])
@@ -93,6 +112,41 @@ def test_a_prompt_is_a_users_message_where_there_is_a_template(workers, place):
     assert outs == [
         (0, f"=== prompt\nw9 w3 w4 w8\n{answer}", ""), (0, f"=== prompt\nw3 w4\n{answer}", "")
     ]  # fmt: skip
+
+
+def played(workers, place, *more):
+    """Lines that are printed of one episode, and what is printed as an error."""
+    counting = Path(__file__).parents[1] / "e2e/counting.py"
+    given = ["--checkpoint", f"{place}/hf", "--prompt", "w9", "--samples", "1"]
+    given += [f"environment.use={counting}:Counting", "reward.verifier=environment", *more]
+    given += ["rollout.max_prompt_tokens=99"]
+    ((code, out, err, _),) = workers.run(1, run, given, TurnEngine)
+    assert code == 0, err
+    return out.splitlines()[2:], err
+
+
+def test_an_episode_is_printed_turn_by_turn(workers, place):
+    (sample, beginning, prompt, *turns), err = played(workers, place)
+    assert sample == "--- sample 1, 5 tokens in 3 turns, ended, correct" and not err
+    # Its seed chooses what the environment says first.
+    assert beginning == "[beginning]" and prompt.startswith("w9w") and len(prompt) == 4
+    assert turns == [
+        "[action 1, reward 0.5]", "w3w4</s>", "[observation 1]", "w3w4",
+        "[action 2, reward 0.25]", "w5", "[observation 2]", "w3",
+        "[action 3, reward 0.5]", "w5",
+    ]  # fmt: skip
+
+
+def test_an_episode_says_what_cut_it(workers, place):
+    (sample, _, _, *turns), _ = played(workers, place, "environment.max_turns=1")
+    assert sample == "--- sample 1, 3 tokens in 1 turns, cut by environment.max_turns, wrong"
+    assert turns == ["[action 1, reward 0.5]", "w3w4</s>"]
+
+
+def test_an_episode_says_why_it_failed(workers, place):
+    (sample, *_), err = played(workers, place, "environment.options={fails_at: 1}")
+    assert sample.startswith("--- sample 1, 3 tokens in 1 turns, ended, failed (")
+    assert "as asked" in sample and "as asked" in err
 
 
 @pytest.mark.parametrize(

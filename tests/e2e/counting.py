@@ -26,4 +26,5 @@ class Counting:
         self.words += words
         if self.played == self.turns:
             return Step(reward=0.5, done=True, verdict=self.words % 2 == 0)
-        return Step(" ".join(f"w{3 + i}" for i in range(words % 4)), reward=0.25 * (words % 3))
+        said = " ".join(f"w{3 + i}" for i in range(words % 4))
+        return Step(said, reward=0.25 * (words % 3), failed_calls=words % 2)

@@ -56,6 +56,8 @@ def test_a_step_tells_of_its_episodes(straight):
         assert row["rollout/turns_mean"] == sum(len(r.turns) for r in played) / NUM_RESPONSES
         inserted = sum(r.num_inserted for r in played) / NUM_RESPONSES
         assert row["rollout/observation_tokens_mean"] == inserted > 0
+        wrong = sum(r.episode.failed_calls for r in played) / NUM_RESPONSES
+        assert row["rollout/failed_calls_mean"] == wrong > 0
         cut = sum(r.episode.cut == "environment.max_action_tokens" for r in played)
         assert row["rollout/cut_by_action_fraction"] == cut / NUM_RESPONSES
         total = sum(item.total_reward for item in scored) / NUM_RESPONSES
@@ -85,6 +87,7 @@ def check_rewards(item):
     assert item.reward == (1.0 if item.status == "correct" else -1.0)
     own = {end - 1: reward for end, reward in zip(ends[1:], due) if reward}
     assert dict(item.token_rewards) == own
+    assert rollout.episode.failed_calls == sum(count % 2 for count in words[:-1])
 
 
 def test_rollouts_show_turns(straight):
@@ -159,6 +162,15 @@ def test_evaluate(launch, given, straight, tmp_path):
     _, *lines = map(json.loads, out.read_text().splitlines())
     responses = [each for line in lines for each in line["responses"]]
     assert len(responses) == 16 and all(each["earned"] >= 0 for each in responses)
+    for each in responses:
+        ends = [0, *(turn["end"] for turn in each["turns"])]
+        assert ends[-1] == each["num_tokens"] and each["begin"].startswith("w")
+        assert each["earned"] == sum(turn["reward"] for turn in each["turns"])
+        assert ("cut_by" in each) == each["truncated"]
+        sizes = [turn["action"].count("w") for turn in each["turns"]]
+        for turn, size, after in zip(each["turns"], sizes, [*sizes[1:], None]):
+            said = "".join(f"w{3 + i}" for i in range(size % 4))
+            assert turn["observation"] == (said if after is not None else "")
     of_status = {"correct": 1.0, "wrong": -1.0}
     mean = sum(of_status[each["status"]] + each["earned"] for each in responses) / 16
     told = json.loads(out.with_suffix(".json").read_text())

@@ -113,3 +113,12 @@ def test_one_of_id_and_entry_is_needed(given):
 def test_an_unknown_id_is_named(play):
     playing = play(id="NoSuchGame-v0")
     assert "NoSuchGame" in acted(playing, 0)[0][3]
+
+
+def test_a_rows_seed_is_the_same_for_all_of_a_group(play):
+    playing = play(entry=f"{MODULE}:Drawn")
+    row = Problem("Guess.", "7", {"seed": 5})
+    assert [acted(playing, seed, problem=row)[0][0][:2] for seed in (1, 2)] == ["5 ", "5 "]
+    for own in (True, "5", None):
+        other = Problem("Guess.", "7", {"seed": own})
+        assert acted(playing, 3, problem=other)[0][0].startswith("3 ")

@@ -92,6 +92,14 @@ def test_calls_beyond_the_limit_are_not_made(playing):
         "1", "2", "3", "error: only the first 3 calls of an action are made",
     ]  # fmt: skip
     assert after.observation[0]["content"] == "4"
+    assert (found.failed_calls, after.failed_calls) == (1, 0)
+
+
+def test_wrong_calls_are_counted(playing):
+    wrong = call("sub", {}) + call("add", {"a": 1, "b": 2}) + "<tool_call>{"
+    mixed, right, last = acted(playing, wrong, call("add", {"a": 1, "b": 2}), "It is 3.")
+    assert [m["content"][:6] for m in mixed.observation] == ["error:", "3", "error:"]
+    assert (mixed.failed_calls, right.failed_calls, last.failed_calls) == (2, 0, 0)
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 
 from tests.planning.by_hand import OUTPUT, PAIR, ROUND, SHAPE, TOKEN, WORKLOAD, config
+from tests.planning.shapes import changed
 from vapo_megatron.config import VapoConfig
+from vapo_megatron.errors import ConfigError
 from vapo_megatron.planning.carry_over import Sizes, _replica, carried_steps
 from vapo_megatron.planning.decode import Rank, decode
 from vapo_megatron.planning.generation import generation
+from vapo_megatron.planning.memory import kv_cache_bytes_per_token
 from vapo_megatron.planning.workload import Loads, loads, response_lengths, workload_of
 
 
@@ -195,6 +198,81 @@ def test_sampling_on_two_ranks_by_hand():
     # A replica of two: half of a prompt's products each; 6 steps, 2 collectives in each layer.
     assert one.prefill_seconds == pytest.approx(alone.prefill_seconds / 2)
     assert one.seconds - one.prefill_seconds == pytest.approx(6 * 2 * 4 * 1e-3, rel=1e-3)
+
+
+EPISODES = dataclasses.replace(WORKLOAD, max_response_tokens=10, turns=3.0, observation_tokens=4)
+"""Two observations of 2 tokens each: sequences of 12."""
+
+
+def test_observations_are_prefilled_and_read_and_not_decoded():
+    alone, found = (
+        generation(SHAPE, config(), ROUND, each, 10**6) for each in (WORKLOAD, EPISODES)
+    )
+    # Before an observation 2 + 2 + 3 tokens are cached, on average; its own two see 8 and 9.
+    each = 4 * (2 * TOKEN + 17 * PAIR) + OUTPUT
+    assert found.prefill_seconds == pytest.approx(alone.prefill_seconds + 2 * each)
+    # Six steps as before, each with two more tokens in the cache.
+    decoding = [of.seconds - of.prefill_seconds for of in (alone, found)]
+    cached = kv_cache_bytes_per_token(SHAPE, config()) / 1e9
+    assert decoding[1] - decoding[0] == pytest.approx(6 * 2 * cached)
+
+
+def test_observations_fill_the_cache():
+    # A running sequence has 2 + 3 tokens, and with observations 2 more.
+    batches = [generation(SHAPE, config(), ROUND, each, 15).batch for each in (WORKLOAD, EPISODES)]
+    assert batches == [3, 2]
+
+
+def test_observations_are_trained_on_as_the_model_sees_them():
+    found = loads(EPISODES, 4, 1, 16)
+    assert found.tokens.sum() == 8 * 12 and found.outputs.sum() == 8 * 6
+    assert found.pairs.sum() == 8 * 12 * 13 / 2
+    assert EPISODES.total_tokens == 8 * 12 and EPISODES.response_tokens == 8 * 6
+    # Two sequences of 8 tokens fit into a microbatch of 16, and one of 12.
+    alone = loads(WORKLOAD, 4, 1, 16)
+    assert set(found.microbatches[:, 0]) == {4} and set(alone.microbatches[:, 0]) == {2}
+
+
+def test_what_is_sampled_leaves_room_for_observations():
+    wide = dataclasses.replace(
+        WORKLOAD, num_responses=512, mean_response_tokens=100, max_response_tokens=400, spread=1.0,
+        turns=2.0, observation_tokens=150,
+    )  # fmt: skip
+    assert response_lengths(wide).max() == 250
+    assert response_lengths(wide).mean() == pytest.approx(100, abs=1)
+
+
+def test_assumed_episodes():
+    plain = VapoConfig()
+    assert (workload_of(plain).turns, workload_of(plain).observation_tokens) == (1.0, 0)
+    longest = plain.rollout.max_response_tokens
+    playing = changed(plain, environment={"use": "a:B"})
+    found = workload_of(playing)
+    assert (found.turns, found.observation_tokens) == (4.0, 3 * 256)
+    assert found.mean_response_tokens == (longest - 3 * 256) / 2
+    few = workload_of(changed(playing, environment={"max_turns": 2}))
+    assert (few.turns, few.observation_tokens) == (2.0, 256)
+    # What the response leaves.
+    full = workload_of(playing, mean_response_tokens=longest - 10)
+    assert (full.turns, full.observation_tokens) == (4.0, 10)
+    assert workload_of(plain, observation_tokens=7).turns == 4.0
+    given = workload_of(plain, turns=2.5, observation_tokens=7)
+    assert (given.turns, given.observation_tokens) == (2.5, 7)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"turns": 0.5}, "a mean of 0.5 turns must lie between 1 and"),
+        ({"turns": 17.0}, "a mean of 17 turns must lie between 1 and environment.max_turns=16"),
+        ({"turns": 1.0, "observation_tokens": 5}, "5 tokens of observations need more than one"),
+        ({"mean_response_tokens": 20000, "observation_tokens": 5000}, "less 5000 of observations"),
+    ],
+)
+def test_episodes_that_do_not_fit(options, message):
+    playing = changed(VapoConfig(), environment={"use": "a:B"})
+    with pytest.raises(ConfigError, match=message):
+        workload_of(playing, **options)
 
 
 def test_a_wider_spread_has_the_same_mean():

@@ -327,6 +327,14 @@ def test_a_dry_run_without_the_model_plans_the_published_one_of_its_name():
     assert "\n# fits\n" in comment and "DOES NOT" not in comment
 
 
+def test_a_dry_run_assumes_episodes_where_there_is_an_environment():
+    playing = ["environment.use=games:Chess", "environment.max_turns=3"]
+    playing += ["reward.verifier=environment"]
+    comment = dry_run_comment(load_config(RECIPE, playing))
+    assert "\n# episodes: mean 3 turns, 512 tokens of observations; " in comment
+    assert "\n# episodes" not in dry_run_comment(load_config(RECIPE))
+
+
 def test_a_dry_run_without_a_model_says_so():
     config = load_config(RECIPE, ["model.hf_path=models/mine"])
     comment = dry_run_comment(config)

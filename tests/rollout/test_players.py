@@ -77,7 +77,7 @@ def begun(tokenizer, **options):
     found, play = players(tokenizer, **options)
     asked = rollout(tokenizer)
     answer = answered(found, play, asked, Played())
-    assert answer.prompt == asked.prompt and not answer.is_over
+    assert answer.prompt == {"token_ids": asked.prompt.token_ids} and not answer.is_over
     assert play.calls == [("begin", 5, "Play!", 11)]
     return found, play
 
@@ -86,7 +86,7 @@ def test_the_first_observation_stands_before_the_generation_prompt(tokenizer):
     found, play = players(tokenizer)
     asked = rollout(tokenizer)
     answer = answered(found, play, asked, Played("A coin."))
-    text = tokenizer.decode(answer.prompt.token_ids)
+    text = tokenizer.decode(answer.prompt["token_ids"])
     assert text == (
         "<|im_start|>user\nPlay!<|im_end|>\n<|im_start|>user\nA coin.<|im_end|>\n"
         "<|im_start|>assistant\n"
@@ -97,7 +97,7 @@ def test_the_critic_is_told_it_too(tokenizer):
     found, play = players(tokenizer)
     critic = rollout(tokenizer).prompt.token_ids[1:]
     answer = answered(found, play, rollout(tokenizer, critic=critic), Played("A coin."))
-    assert answer.prompt.critic_token_ids == answer.prompt.token_ids[1:]
+    assert answer.prompt["critic_token_ids"] == answer.prompt["token_ids"][1:]
 
 
 def test_an_action_is_its_own_text_and_its_answer_the_tail(tokenizer):
@@ -107,7 +107,7 @@ def test_an_action_is_its_own_text_and_its_answer_the_tail(tokenizer):
     assert tokenizer.decode(one.ids) == (
         "\n<|im_start|>user\nwall<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert (one.reward, one.is_over, one.prompt.token_ids) == (0.5, False, first.prompt.token_ids)
+    assert (one.reward, one.is_over, one.prompt) == (0.5, False, None)
     second = rollout(tokenizer, "left", "right", turns=(Turn(len(first.token_ids), 0.5),))
     answered(found, play, second, Played("door"))
     assert play.calls[1:] == [("act", 5, "left"), ("act", 5, "right")]
@@ -214,7 +214,7 @@ def test_a_beginning_that_is_too_long_fails(tokenizer):
     found, play = players(tokenizer, max_prompt_tokens=45)
     asked = rollout(tokenizer)
     answer = answered(found, play, asked, Played("x" * 30))
-    assert answer.is_over and answer.prompt == asked.prompt
+    assert answer.is_over and answer.prompt is None
     ended = rollout(tokenizer, "a", turns=(Turn(2, 0.0),))
     note = found.finish(ended).episode.verdict.note
     assert "tokens, more than rollout.max_prompt_tokens=45" in note
@@ -226,6 +226,14 @@ def test_seconds_add_up(tokenizer):
     second = rollout(tokenizer, "a", "b", turns=(Turn(2, 0.0),))
     answered(found, play, second, Played(done=True, seconds=2.0))
     assert found.finish(second).episode.seconds == 3.5
+
+
+def test_wrong_calls_add_up(tokenizer):
+    found, play = begun(tokenizer)
+    answered(found, play, rollout(tokenizer, "a"), Played("b", failed_calls=2))
+    second = rollout(tokenizer, "a", "b", turns=(Turn(2, 0.0),))
+    answered(found, play, second, Played(done=True, failed_calls=1))
+    assert found.finish(second).episode.failed_calls == 3
 
 
 def test_dropped_episodes_are_ended(tokenizer):

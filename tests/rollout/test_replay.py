@@ -23,6 +23,7 @@ from tests.run.checkpoint.test_writer import limited
 from tests.weights.tiny_hf import write_tiny_hf
 from tests.whole_run import trainer
 from vapo_megatron.cli.checks.paths import require_paths
+from vapo_megatron.data.rollout import Episode, Turn
 from vapo_megatron.errors import ConfigError, DataError, UserError
 from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.parallel import groups
@@ -76,7 +77,9 @@ def with_turns(step):
         half = len(r.token_ids) // 2
         if r.position % 2 and half:
             inserted = ((0, array("i", [7])), (half, array("i", [r.position, 59])))
-            r = dataclasses.replace(r, inserted=inserted)
+            turns = (Turn(half, -0.25), Turn(len(r.token_ids), 0.0))
+            episode = Episode("environment.max_turns", r.position == 3, failed_calls=r.position)
+            r = dataclasses.replace(r, inserted=inserted, turns=turns, episode=episode)
             item = dataclasses.replace(item, rollout=r, token_rewards=((half - 1, -0.25),))
         found.append(item)
     return found

@@ -30,7 +30,7 @@ class Players:
             turn = len(rollout.turns) + bool(rollout.token_ids)
             said = self.said[turn]._replace(position=rollout.position)
             if not turn:  # What is said first is in the prompt.
-                said = said._replace(ids=(), prompt=rollout.prompt)
+                said = said._replace(ids=(), prompt={"token_ids": (1, 2, 3)})
             found.append(said)
         self.asked = []
         return found
@@ -82,6 +82,7 @@ def test_an_episode_ends_where_the_environment_says():
     ended, made, turns = played(Players(GOES_ON, GOES_ON, OVER))
     (rollout,) = ended
     assert rollout.turns == (Turn(2, 0.5), Turn(4, 1.0)) and not rollout.truncated
+    assert rollout.prompt == Prompt(0, "?", (1, 2, 3), "7")
     assert rollout.inserted == ((2, array("i", [5])),) and rollout.episode is None
     assert [(r.seed, r.max_tokens) for r in made] == [(100, 4)] * 2
     assert turns.idle_seconds > 0

@@ -3,14 +3,16 @@
 Does not exercise pipeline or tensor parallelism: their ranks hold the same batch.
 """
 
+import dataclasses
+
 import pytest
 import torch
 
 from vapo_megatron.data.batch import RolloutBatch, StepSummary
 from vapo_megatron.data.labels import NO_LABELS, labels_of
 from vapo_megatron.data.problems import Problem
-from vapo_megatron.data.rollout import STATUSES
-from vapo_megatron.run.step_metrics import metrics_by_label, reward_spread
+from vapo_megatron.data.rollout import CUTS, STATUSES
+from vapo_megatron.run.step_metrics import episode_metrics, metrics_by_label, reward_spread
 
 LENGTHS = [2, 3, 1]
 REWARDS = [1.0, -1.0, 1.0]
@@ -267,3 +269,21 @@ def test_scores_that_rewards_do_not_show():
     )
     assert unused not in reward_spread(summary_of(given[0], [2, 2], *given[1:]), uses_scores=True)
     assert unused not in reward_spread(summary_of(given[0], [2, 2]), uses_scores=False)
+
+
+def test_episodes_by_hand():
+    numbers = torch.zeros(4, dtype=torch.long)
+    summary = StepSummary(*[numbers] * 8)
+    assert episode_metrics(summary) == {}
+    summary = dataclasses.replace(
+        summary, turns=torch.tensor([1, 2, 2, 3]), failed_calls=torch.tensor([0, 5, 0, 1]),
+        inserted_lengths=torch.tensor([0, 10, 6, 8]), earned=torch.tensor([0.0, 1.0, 2.0, 1.0]),
+        environment_failed=torch.tensor([True, False, False, False]),
+        cuts=torch.tensor([0, CUTS.index("environment.max_turns"), 0, 1]),
+    )  # fmt: skip
+    assert episode_metrics(summary) == {
+        "rollout/turns_mean": 2.0, "rollout/observation_tokens_mean": 6.0,
+        "rollout/turn_reward_mean": 0.5, "rollout/environment_failed_fraction": 0.25,
+        "rollout/failed_calls_mean": 1.5, "rollout/cut_by_turns_fraction": 0.25,
+        "rollout/cut_by_action_fraction": 0.0, "time/environment_seconds": 0.0,
+    }  # fmt: skip

@@ -115,6 +115,8 @@ def ranked(options: argparse.Namespace) -> tuple[ModelShape, Cluster, Workload, 
         mean_response_tokens=options.response,
         prompt_tokens=options.prompt,
         spread=options.spread,
+        turns=options.turns,
+        observation_tokens=options.observations,
     )
     search = rank_splits if base.rollout.is_disaggregated else rank
     return shape, cluster, workload, search(shape, base, cluster, workload, fixed_settings(options))

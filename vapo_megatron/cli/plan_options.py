@@ -11,7 +11,11 @@ from vapo_megatron.cli.command import add_values
 from vapo_megatron.models.known import KNOWN_MODELS
 from vapo_megatron.planning.cluster import GPUS, Cluster
 from vapo_megatron.planning.ranking import RECOMPUTE
-from vapo_megatron.planning.workload import SPREAD
+from vapo_megatron.planning.workload import (
+    SPREAD,
+    TYPICAL_OBSERVATION_TOKENS,
+    TYPICAL_TURNS,
+)
 
 PLACEMENTS = ("colocated", "disaggregated")
 SHARES = ("matmul", "attention", "memory", "decode", "nvlink", "network", "pcie")
@@ -146,6 +150,13 @@ def add_workload(group: argparse._ArgumentGroup) -> None:
         ("--max-response", None, "tokens of the longest response"),
         ("--prompt", None, "mean tokens of a prompt (default: 256)"),
         ("--response", None, "mean tokens of a response (default: half of the longest)"),
+        ("--observations", None,
+         "mean tokens of an episode's observations, which --max-response counts too (default: "
+         f"{TYPICAL_OBSERVATION_TOKENS} for each turn but the last)"),
+    )  # fmt: skip
+    group.add_argument(
+        "--turns", type=speed, metavar="X",
+        help=f"mean turns of an episode (default: {TYPICAL_TURNS} with an environment, or 1)",
     )  # fmt: skip
     group.add_argument(
         "--spread", type=speed, default=SPREAD, metavar="X",

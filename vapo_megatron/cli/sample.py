@@ -5,15 +5,17 @@
 
 The checkpoint is a Hugging Face directory, or a run directory, which brings its hf_export and its
 configuration. A prompt becomes a user's message where the tokenizer has a chat template; --plain
-gives it as it is. Nothing is judged: vapo evaluate does that.
+gives it as it is. An environment plays its episodes, turn by turn, with the verdicts that it gives.
+Nothing else is judged: vapo evaluate does that.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +26,7 @@ from vapo_megatron.errors import ConfigError
 if TYPE_CHECKING:
     from vapo_megatron.cli.sampling.inputs import Evaluation
     from vapo_megatron.config import VapoConfig
-    from vapo_megatron.data.rollout import Prompt, Rollout
+    from vapo_megatron.data.rollout import Episode, Prompt, Rollout
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,8 +57,10 @@ def _sample(options: argparse.Namespace, worker: Sequence[str]) -> str | None:
     config = config.model_copy(update={"rollout": evaluation.rollout})
     prompts = evaluation.dataset.problems[: options.problems]
     rollouts = _rollouts(evaluation, config, prompts)
-    texts = decode_responses(evaluation.inputs.tokenizer, [r.token_ids for r in rollouts])
-    return "\n".join(_lines(rollouts, texts)) if rollouts else None
+    tokenizer = evaluation.inputs.tokenizer
+    texts = decode_responses(tokenizer, [r.token_ids for r in rollouts])
+    decode = functools.partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+    return "\n".join(_lines(rollouts, texts, decode)) if rollouts else None
 
 
 def _row(prompt: str, checkpoint: Path, *, is_plain: bool) -> str:
@@ -73,28 +77,68 @@ def _rollouts(
     evaluation: Evaluation, config: VapoConfig, prompts: Sequence[Prompt]
 ) -> list[Rollout]:
     """Sample in order; on the first rank, none elsewhere. Collective."""
+    import torch.distributed as dist
+
     from vapo_megatron.algorithm.group_sampling import repeat_for_group
     from vapo_megatron.cli.sampling.engine import VERSION, build_engine, distributed
+    from vapo_megatron.rollout.episodes import start_episodes
     from vapo_megatron.rollout.evaluation.judging import sampling_settings
     from vapo_megatron.rollout.work import generate
 
     samples = config.evaluation.samples
     settings = sampling_settings(config.evaluation, config.rollout.max_response_tokens)
     with distributed(config) as stack:
+        # All processes hold one replica.
+        episodes = start_episodes(
+            config.environment, config.rollout, config.reward, evaluation.inputs,
+            has_players=dist.get_rank() == 0,
+        )  # fmt: skip
+        if episodes is not None:
+            stack.callback(episodes.close)
         engine = build_engine(evaluation, config)
         stack.callback(engine.shutdown)
         asked = repeat_for_group(list(prompts), samples)
-        return generate(engine, asked, [samples] * len(prompts), 0, settings, VERSION)
+        sizes = [samples] * len(prompts)
+        return generate(engine, asked, sizes, 0, settings, VERSION, episodes=episodes)
 
 
-def _lines(rollouts: Iterable[Rollout], texts: Iterable[str]) -> Iterable[str]:
-    """Yield each prompt once, and its responses."""
+def _lines(
+    rollouts: Iterable[Rollout], texts: Iterable[str], decode: Callable[[Sequence[int]], str]
+) -> Iterator[str]:
+    """Yield each prompt once, and its responses.
+
+    decode: ids to text, with special tokens; of an episode, where they tell who speaks.
+    """
     for rollout, text in zip(rollouts, texts, strict=True):
         if rollout.sample == 0:
             answer = rollout.prompt.answer
             yield f"=== prompt{f' (answer: {answer})' if answer else ''}\n{rollout.prompt.text}"
-        end = "cut off" if rollout.truncated else "ended"
-        yield f"--- sample {rollout.sample + 1}, {len(rollout.token_ids)} tokens, {end}\n{text}"
+        sample = f"--- sample {rollout.sample + 1}, {len(rollout.token_ids)} tokens"
+        if rollout.episode is not None:
+            yield f"{sample} in {len(rollout.turns)} turns, {_how_it_ended(rollout.episode)}"
+            yield from _turns(rollout, decode)
+        else:
+            yield f"{sample}, {'cut off' if rollout.truncated else 'ended'}\n{text}"
+
+
+def _how_it_ended(episode: Episode) -> str:
+    """What cut an episode, and its verdict where it has one."""
+    end = f"cut by {episode.cut}" if episode.cut else "ended"
+    if episode.verdict is None:
+        return end
+    status, note = episode.verdict.status, episode.verdict.note
+    return f"{end}, {status}{f' ({note})' if note and note != end else ''}"
+
+
+def _turns(rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> Iterator[str]:
+    """Yield what an episode's policy has seen and what it has done, under a title each."""
+    from vapo_megatron.rollout.turn_records import turn_records
+
+    yield f"[beginning]\n{decode(rollout.prompt.token_ids)}"
+    for number, turn in enumerate(turn_records(rollout, decode), 1):
+        yield f"[action {number}, reward {turn['reward']:g}]\n{turn['action']}"
+        if turn["observation"]:
+            yield f"[observation {number}]\n{turn['observation']}"
 
 
 def _parser() -> Parser:

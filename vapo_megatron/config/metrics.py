@@ -99,6 +99,9 @@ METRICS: dict[str, Metric] = {
     "rollout/environment_failed_fraction": Metric(
         "", "Fraction of episodes that ended because the environment failed."
     ),
+    "rollout/failed_calls_mean": Metric(
+        "", "With an environment: an episode's calls of tools that were wrong."
+    ),
     "rollout/cut_by_turns_fraction": Metric(
         "", "Fraction of episodes that environment.max_turns cut."
     ),

@@ -92,6 +92,8 @@ class StepSummary:
     """their number; None: no response has an environment"""
     environment_failed: Tensor | None = _gathered(torch.bool, lambda s: _episode(s).failed, 0)
     """Episode.failed; None: none has"""
+    failed_calls: Tensor | None = _gathered(torch.int64, lambda s: _episode(s).failed_calls, 0)
+    """Episode.failed_calls; None: there are none"""
     environment_seconds: Tensor | None = _gathered(torch.float32, lambda s: _episode(s).seconds, 0)
     """Episode.seconds; None: none took any"""
     cuts: Tensor | None = _gathered(torch.int64, lambda s: CUTS.index(_episode(s).cut), 0)

@@ -62,6 +62,8 @@ class Episode(NamedTuple):
     """reward.verifier.Verdict of the environment's; None: the run's verifier judges."""
     is_paid: bool = False
     """The turns' rewards are all; the verdict has none."""
+    failed_calls: int = 0
+    """Calls of tools that were wrong, in all turns."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from vapo_megatron.environments.step import Step
+from vapo_megatron.environments.step import Step, seed_of
 from vapo_megatron.reward.user_code import load
 
 
@@ -53,7 +53,7 @@ class FiveTuple:
             row = {**problem.metadata, "prompt": problem.prompt, "answer": problem.answer}
             more["options"] = {name: row[name] for name in self._columns}
         # numpy's generators, which many environments seed, take 32 bits.
-        observation, info = self._environment.reset(seed=seed % 2**32, **more)
+        observation, info = self._environment.reset(seed=seed_of(problem, seed) % 2**32, **more)
         return _framed(observation, info)
 
     def step(self, action: str) -> Step:

@@ -20,7 +20,7 @@ from typing import Any
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
-from vapo_megatron.environments.step import Step
+from vapo_megatron.environments.step import Step, seed_of
 
 MAX_MESSAGE_BYTES = 100 << 20
 
@@ -74,7 +74,9 @@ class OpenEnv:
             proxy=None if is_local else True,
         )  # fmt: skip
         more = {name: row[name] for name in self._columns}
-        return self._seen(self._ask("reset", {"seed": seed, **self._reset, **more}))
+        return self._seen(
+            self._ask("reset", {"seed": seed_of(problem, seed), **self._reset, **more})
+        )
 
     def step(self, action: str) -> Step:
         """Act. Raises as reset does."""

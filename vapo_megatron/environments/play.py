@@ -33,6 +33,8 @@ class Played(NamedTuple):
     """The episode is over, and its key free."""
     verdict: Verdict | None = None
     note: str = ""
+    failed_calls: int = 0
+    """Calls of tools that were wrong."""
     seconds: float = 0.0
     """From when the process was asked until the answer was seen."""
     failed: bool = False

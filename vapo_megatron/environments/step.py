@@ -41,6 +41,7 @@ CUT = " [cut]"
 """What a text ends with that was too long."""
 MAX_NOTE_CHARACTERS = 1000
 MAX_MESSAGES = 100
+MAX_FAILED_CALLS = 1 << 20
 _DUE, _MORE = ("role", "content"), ("name", "tool_call_id")
 """Of a message."""
 _TEXT_OR_MESSAGES = "text, or a list of messages like {'role': 'user', 'content': text}"
@@ -63,11 +64,22 @@ class Step:
     """On the whole episode, as a function that is a verifier returns it; None: none."""
     note: str = ""
     """A short explanation for people."""
+    failed_calls: int = 0
+    """Calls of tools in this action that were wrong; a metric counts them."""
+
+
+def seed_of(problem: Any, seed: int) -> int:
+    """Return the row's own seed where it has a whole number in a column `seed`, else the episode's.
+
+    With one, all responses to a prompt begin alike: what a group's mean is taken over.
+    """
+    own = problem.metadata.get("seed")
+    return own if isinstance(own, int) and not isinstance(own, bool) else seed
 
 
 def checked(step: Any, max_characters: int, full_score: float | None) -> Step:
     """Return a step whose fields are exactly a text or list of dicts, a float, a bool, a Verdict
-    or None, and a text.
+    or None, a text, and an int.
 
     Scalars of numpy and torch become Python's; texts are cut at their limit, and half a surrogate
     pair becomes a question mark. Nothing else is mended.
@@ -89,12 +101,19 @@ def checked(step: Any, max_characters: int, full_score: float | None) -> Step:
         raise WrongReturn(f"step's done={_shown(step.done)} must be True or False")
     if not isinstance(step.note, str):
         raise WrongReturn(f"step's note={_shown(step.note)} must be text")
+    calls = python_value(step.failed_calls)
+    if isinstance(calls, bool) or not isinstance(calls, int) or not 0 <= calls <= MAX_FAILED_CALLS:
+        raise WrongReturn(
+            f"step's failed_calls={_shown(step.failed_calls)} must be a whole number from 0 to "
+            f"{MAX_FAILED_CALLS}"
+        )
     return Step(
         checked_observation("step's observation", step.observation, max_characters),
         float(reward),
         done,
         _checked_verdict(step.verdict, max_characters, full_score),
         text(step.note, MAX_NOTE_CHARACTERS),
+        int(calls),
     )
 
 

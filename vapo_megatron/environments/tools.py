@@ -22,6 +22,8 @@ from vapo_megatron.reward.user_code import load
 
 BUILT_IN = ("calculator", "python")
 MAX_ERROR_CHARACTERS = 300
+_WRONG = "error:"
+"""What the result of a call begins with that went wrong."""
 
 
 class Tools:
@@ -82,9 +84,10 @@ class Tools:
             return Step(done=True)
         messages = [self._message(call) for call in calls[: self._max_calls]]
         if len(calls) > self._max_calls:
-            missing = f"error: only the first {self._max_calls} calls of an action are made"
+            missing = f"{_WRONG} only the first {self._max_calls} calls of an action are made"
             messages.append({"role": "tool", "content": missing})
-        return Step(messages)
+        failed = sum(message["content"].startswith(_WRONG) for message in messages)
+        return Step(messages, failed_calls=failed)
 
     def _message(self, call: Call) -> dict[str, str]:
         message = {"role": "tool"}
@@ -137,7 +140,7 @@ def _plain_or_text(value: Any) -> Any:
 
 
 def _error(message: str) -> str:
-    return text(" ".join(f"error: {message}".split()), MAX_ERROR_CHARACTERS)
+    return text(" ".join(f"{_WRONG} {message}".split()), MAX_ERROR_CHARACTERS)
 
 
 def _parser(given: str | Parser) -> Parser:

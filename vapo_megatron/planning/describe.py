@@ -95,6 +95,12 @@ def describe_job(name: str, shape: ModelShape, c: Cluster, w: Workload) -> str:
     """Return what is planned: model, cluster, workload."""
     roles = " and ".join(w.trained_roles)
     nodes = math.ceil(c.num_gpus / c.gpus_per_node)
+    episodes = ""
+    if w.turns > 1:
+        episodes = (
+            f"\nepisodes: mean {w.turns:g} turns, {w.observation_tokens} tokens of observations; "
+            "the environment's own time is not modelled"
+        )
     return (
         f"{name}: {parameter_count(shape) / 1e9:.2f}e9 parameters, {roles}, on "
         f"{_counted(c.num_gpus, 'GPU')} in {_counted(nodes, 'node')}\n"
@@ -104,7 +110,7 @@ def describe_job(name: str, shape: ModelShape, c: Cluster, w: Workload) -> str:
         f"{c.storage_gb_per_second:g} GB/s\n"
         f"step: {w.num_responses} responses in groups of {w.group_size}, mean "
         f"{w.response_tokens / w.num_responses:.0f} tokens, at most {w.max_response_tokens}; "
-        f"prompts of {w.prompt_tokens}; mini-batches of {w.mini_batch_size}"
+        f"prompts of {w.prompt_tokens}; mini-batches of {w.mini_batch_size}{episodes}"
     )
 
 

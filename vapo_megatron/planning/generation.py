@@ -3,6 +3,9 @@
 The batch is limited by rollout.max_num_sequences and by the KV cache, which holds as many
 sequences as fit at the average length of a running one. The last sequences leave the batch partly
 empty: the tail.
+
+An episode's turns are one decoding: half of its observations count as cached from the start, as
+many as are on average. Each observation is a prefill of its own, with all before it cached.
 """
 
 from __future__ import annotations
@@ -53,7 +56,7 @@ def generation(
     """
     lengths = response_lengths(workload).astype(float)
     # Longer sequences run longer and weigh more in a running sequence's mean length.
-    running = workload.prompt_tokens + float((lengths * lengths).sum() / (2 * lengths.sum()))
+    running = there_tokens(workload) + float((lengths * lengths).sum() / (2 * lengths.sum()))
     batch = min(config.rollout.max_num_sequences, max(1, int(kv_cache_tokens // running)))
     tp_size = config.rollout.tensor_model_parallel_size
     # One prompt's; the group's other requests hit the prefix cache.
@@ -63,7 +66,30 @@ def generation(
     num_gpus = config.rollout.num_processes or cluster.num_gpus
     if config.rollout.carry_over_groups:
         return _carried(shape, config, cluster, workload, rank, batch, num_gpus // tp_size)
-    return _replay(rank, prompt_seconds, num_gpus // tp_size, workload, batch)
+    observation_seconds = observation_flops(shape, workload) / tp_size / cluster.rate("matmul")
+    return _replay(
+        rank, prompt_seconds, observation_seconds, num_gpus // tp_size, workload, batch
+    )  # fmt: skip
+
+
+def there_tokens(workload: Workload) -> int:
+    """Return the cached tokens of a sequence that it has not sampled, on average."""
+    return workload.prompt_tokens + workload.observation_tokens // 2
+
+
+def observation_flops(shape: ModelShape, workload: Workload) -> float:
+    """Count the FLOPs of prefilling an episode's observations, at half of its length each."""
+    if workload.turns == 1:
+        return 0.0
+    each = round(workload.observation_tokens / (workload.turns - 1))
+    before = there_tokens(workload) + round(workload.mean_response_tokens / 2)
+    # What is cached is attended to, and not computed.
+    counts = [
+        flops.forward_flops(shape, [length], role="actor", num_outputs=1)
+        for length in (before, before + each)
+    ]
+    output = flops.output_forward_flops(shape, 1, role="actor")
+    return (workload.turns - 1) * (counts[1] - counts[0] + output)
 
 
 def _carried(
@@ -117,14 +143,20 @@ def _carried_steps(
 
 @functools.lru_cache(maxsize=1024)
 def _replay(
-    rank: Rank, prompt_seconds: float, num_replicas: int, workload: Workload, batch: int
+    rank: Rank,
+    prompt_seconds: float,
+    observation_seconds: float,
+    num_replicas: int,
+    workload: Workload,
+    batch: int,
 ) -> Generation:
     lengths = response_lengths(workload)
     prompts = -(-workload.num_responses // workload.group_size)
     prefill = -(-prompts // num_replicas) * prompt_seconds
-    prompt = workload.prompt_tokens
+    prefill += -(-workload.num_responses // num_replicas) * observation_seconds
+    there = there_tokens(workload)
     found = [
-        decode(rank, [(prompt, int(n)) for n in lengths[share.start : share.stop]], batch)[:2]
+        decode(rank, [(there, int(n)) for n in lengths[share.start : share.stop]], batch)[:2]
         for share in assign(workload.num_responses, num_replicas)
         if share
     ]

@@ -183,7 +183,7 @@ def peak_memory(shape: ModelShape, config: VapoConfig, gpu_bytes: int) -> dict[s
 
 def model_flops(shape: ModelShape, workload: Workload) -> int:
     """Model FLOPs of a step's updates: forward and backward, without recomputation."""
-    lengths = [int(n) + workload.prompt_tokens for n in response_lengths(workload)]
+    lengths = [int(n) + workload.given_tokens for n in response_lengths(workload)]
     outputs = workload.response_tokens
     passes = {"actor": 1, "critic": workload.critic_updates_per_step}
     return sum(

@@ -2,13 +2,15 @@
 
 Response lengths are not known beforehand and assumed to be log-normal with a given spread and mean,
 clipped at the longest response allowed. The sample consists of the distribution's quantiles in a
-seeded order, so it is the same on every machine. All prompts have the mean length.
+seeded order, so it is the same on every machine. All prompts have the mean length, and all episodes
+of an environment the mean number of turns and of observation tokens.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import statistics
 from typing import Literal, NamedTuple
 
@@ -25,6 +27,12 @@ SPREAD = 0.5
 
 TYPICAL_PROMPT_TOKENS = 256
 """Default mean prompt: an assumption."""
+
+TYPICAL_TURNS = 4
+"""Default mean turns of an episode: an assumption."""
+
+TYPICAL_OBSERVATION_TOKENS = 256
+"""Default mean observation: an assumption."""
 
 PACKED_MINI_BATCHES = 4
 """Mini-batches that are packed; a step's others repeat them."""
@@ -43,21 +51,32 @@ class Workload:
     prompt_tokens: int
     """Mean length of a prompt."""
     mean_response_tokens: float
+    """Sampled ones."""
     max_response_tokens: int
+    """Of what is sampled and observed together."""
     trained_roles: tuple[Literal["actor", "critic"], ...] = ("actor", "critic")
     critic_updates_per_step: int = 1
     spread: float = SPREAD
     """Standard deviation of the logarithm of the response lengths, before clipping."""
+    turns: float = 1.0
+    """Mean actions of an episode; 1: there is no environment."""
+    observation_tokens: int = 0
+    """Mean tokens of all of an episode's observations, which the model sees and does not sample."""
+
+    @property
+    def given_tokens(self) -> int:
+        """Tokens of a sequence that are not sampled: prompt and observations."""
+        return self.prompt_tokens + self.observation_tokens
 
     @property
     def response_tokens(self) -> int:
-        """Response tokens of a step."""
+        """Response tokens of a step: sampled ones."""
         return int(response_lengths(self).sum())
 
     @property
     def total_tokens(self) -> int:
-        """Prompt and response tokens of a step, a prompt counted once per response."""
-        return self.response_tokens + self.num_responses * self.prompt_tokens
+        """Tokens of a step's sequences, a prompt counted once per response."""
+        return self.response_tokens + self.num_responses * self.given_tokens
 
 
 def workload_of(
@@ -66,31 +85,43 @@ def workload_of(
     mean_response_tokens: float | None = None,
     prompt_tokens: int | None = None,
     spread: float = SPREAD,
+    turns: float | None = None,
+    observation_tokens: int | None = None,
 ) -> Workload:
     """Return a configuration's workload.
 
     Args:
-        config: algorithm and rollout are used.
-        mean_response_tokens: None: half of rollout.max_response_tokens.
+        config: algorithm, rollout and environment are used.
+        mean_response_tokens: sampled; None: half of what observations leave of
+            rollout.max_response_tokens.
         prompt_tokens: mean; None: 256, or rollout.max_prompt_tokens if that is less.
         spread: see Workload.
+        turns: mean of an episode; None: 4, or environment.max_turns if that is less; 1 without an
+            environment.
+        observation_tokens: mean of an episode; None: 256 for each turn but the last, up to half of
+            rollout.max_response_tokens, or what the response leaves of it.
 
     Raises:
-        ConfigError: a mean exceeds its maximum.
+        ConfigError: a mean exceeds its maximum, or these say that there are episodes and others
+            that there are none.
     """
     rollout, algorithm = config.rollout, config.algorithm
-    mean = rollout.max_response_tokens / 2 if mean_response_tokens is None else mean_response_tokens
+    turns, observed = _episodes(config, turns, observation_tokens, mean_response_tokens)
+    longest = rollout.max_response_tokens - observed
+    mean = longest / 2 if mean_response_tokens is None else mean_response_tokens
     prompt = prompt_tokens
     if prompt is None:
         prompt = min(TYPICAL_PROMPT_TOKENS, rollout.max_prompt_tokens)
     for name, value, limit in (
-        ("response", mean, rollout.max_response_tokens),
+        ("response", mean, longest),
         ("prompt", prompt, rollout.max_prompt_tokens),
     ):
         if not 1 <= value <= limit:
+            less = f" less {observed} of observations" if observed and name == "response" else ""
+            field = f"rollout.max_{name}_tokens={getattr(rollout, f'max_{name}_tokens')}"
             raise ConfigError(
-                f"a mean {name} of {value:g} tokens must lie between 1 and "
-                f"rollout.max_{name}_tokens={limit}; change one of them"
+                f"a mean {name} of {value:g} tokens must lie between 1 and {field}{less}; change "
+                "one of them"
             )
     return Workload(
         num_responses=algorithm.responses_per_step,
@@ -102,7 +133,40 @@ def workload_of(
         trained_roles=algorithm.trained_roles,
         critic_updates_per_step=algorithm.critic_updates_per_step,
         spread=spread,
+        turns=turns,
+        observation_tokens=observed,
     )
+
+
+def _episodes(
+    config: VapoConfig, turns: float | None, observed: int | None, mean_response: float | None
+) -> tuple[float, int]:
+    """Return the mean turns and observation tokens of an episode. Raises ConfigError."""
+    environment, rollout = config.environment, config.rollout
+    most = environment.max_turns if environment.is_on else math.inf
+    if turns is None:
+        is_on = environment.is_on or observed
+        turns = float(min(TYPICAL_TURNS, most) if is_on else 1)
+    if not 1 <= turns <= most:
+        raise ConfigError(
+            f"a mean of {turns:g} turns must lie between 1 and environment.max_turns={most:g}; "
+            "change one of them"
+        )
+    if observed is None:
+        longest = rollout.max_response_tokens
+        room = longest / 2 if mean_response is None else longest - mean_response
+        observed = int(max(0, min(TYPICAL_OBSERVATION_TOKENS * (turns - 1), room)))
+    if observed and turns == 1:
+        raise ConfigError(
+            f"{observed} tokens of observations need more than one turn; set the mean number of "
+            "turns, or none of these tokens"
+        )
+    if turns > 1 and rollout.carry_over_groups:
+        raise ConfigError(
+            f"rollout.carry_over_groups={rollout.carry_over_groups} must be 0 with episodes of "
+            "several turns; change one of them"
+        )
+    return turns, observed
 
 
 def response_lengths(workload: Workload) -> NDArray[np.int64]:
@@ -113,7 +177,7 @@ def response_lengths(workload: Workload) -> NDArray[np.int64]:
 @functools.lru_cache(maxsize=16)
 def _sample(workload: Workload, count: int) -> NDArray[np.int64]:
     """Return `count` lengths that cover the whole distribution, however small the count."""
-    longest = workload.max_response_tokens
+    longest = workload.max_response_tokens - workload.observation_tokens
     normal = statistics.NormalDist(0, workload.spread)
     spread = np.array([normal.inv_cdf((i + 0.5) / count) for i in range(count)])
 
@@ -156,7 +220,7 @@ def loads(workload: Workload, hidden_size: int, dp_size: int, max_tokens: int) -
     count = workload.num_responses // size
     packed = min(count, PACKED_MINI_BATCHES)
     responses = _sample(workload, packed * size)
-    lengths = responses + workload.prompt_tokens
+    lengths = responses + workload.given_tokens
     plan = plan_step(
         lengths.tolist(),
         mini_batch_size=size,

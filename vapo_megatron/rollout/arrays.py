@@ -35,11 +35,14 @@ def _to_text(part: np.ndarray) -> str:
 
 
 def _of_episode(episode: Episode | None) -> list[int]:
-    return [CUTS.index(episode.cut), episode.failed] if episode else []
+    return [CUTS.index(episode.cut), episode.failed, episode.failed_calls] if episode else []
 
 
 def _to_episode(part: np.ndarray) -> Episode | None:
-    return Episode(CUTS[int(part[0])], bool(part[1])) if len(part) else None
+    if not len(part):
+        return None
+    cut, failed, failed_calls = part.tolist()
+    return Episode(CUTS[cut], bool(failed), failed_calls=failed_calls)
 
 
 OF_PROMPT: dict[str, tuple[type, Callable[[Prompt], Any]]] = {
@@ -63,8 +66,8 @@ OF_RESPONSE: dict[str, tuple[type, Callable[[ScoredRollout], Any]]] = {
     "token_rewards": (np.float64, lambda s: np.ravel(s.token_rewards)),
     # Last token, reward, last token, ... of each turn.
     "turns": (np.float64, lambda s: np.ravel(s.rollout.turns)),
-    # What cut it, and whether its environment failed; not how long that took.
-    "episode": (np.int32, lambda s: _of_episode(s.rollout.episode)),
+    # What cut it, whether its environment failed, and wrong calls; not how long that took.
+    "episode": (np.int64, lambda s: _of_episode(s.rollout.episode)),
     "metrics": (np.uint8, lambda s: _to_bytes(json.dumps(s.metrics) if s.metrics else None)),
 }
 """The same of each response."""

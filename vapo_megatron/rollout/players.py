@@ -100,15 +100,18 @@ class EnvironmentPlayers:
 
     def _answer(self, position: int, played: Played) -> Answer:
         rollout, known = self._asked.pop(position), self._known[position]
-        known = known._replace(seconds=known.seconds + played.seconds, verdict=played.verdict)
-        ids, prompt = list[int](), rollout.prompt
+        known = known._replace(
+            seconds=known.seconds + played.seconds, verdict=played.verdict,
+            failed_calls=known.failed_calls + played.failed_calls,
+        )  # fmt: skip
+        ids, prompt = list[int](), None
         if not played.done:
             try:
                 said = self._shortened(played.observation)
                 if rollout.token_ids:
                     ids = self._tokens.after_action(said, _variables(prompt))
                 else:
-                    prompt = self._begun(prompt, said)
+                    prompt = self._begun(rollout.prompt, said)
             except DataError as error:
                 self._play.end(position)
                 played = Played(done=True, failed=True, note=str(error))
@@ -117,8 +120,8 @@ class EnvironmentPlayers:
         self._known[position] = known
         return Answer(position, ids, played.reward, played.done, prompt)
 
-    def _begun(self, prompt: Prompt, said: Observation) -> Prompt:
-        """Return a prompt with what the environment says first; the critic's own has it, too."""
+    def _begun(self, prompt: Prompt, said: Observation) -> dict[str, tuple[int, ...]]:
+        """Return a prompt's ids with what the environment says first; the critic's have it, too."""
         given = {"token_ids": prompt.token_ids, "critic_token_ids": prompt.critic_token_ids}
         found = {
             name: tuple(self._tokens.after_prompt(ids, said, _variables(prompt)))
@@ -131,7 +134,7 @@ class EnvironmentPlayers:
                 f"with what the environment says first a prompt has {longest} tokens, more than "
                 f"rollout.max_prompt_tokens={self._max_prompt_tokens}"
             )
-        return dataclasses.replace(prompt, **found)  # type: ignore[arg-type]
+        return found
 
     def _shortened(self, said: Observation) -> Observation:
         """Cut an observation's texts to the limit, all messages together; marks what is cut."""

@@ -14,10 +14,10 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from vapo_megatron.data.rollout import Episode, Prompt, Rollout, Turn
+from vapo_megatron.data.rollout import Episode, Rollout, Turn
 from vapo_megatron.rollout.requests import Request, Waiting, Work
 
 IDLE_SECONDS = 0.05
@@ -36,8 +36,9 @@ class Answer(NamedTuple):
     is_over: bool = False
     """The episode ends here; at its beginning, after a token, because there is no empty response.
     """
-    prompt: Prompt | None = None
-    """At an episode's beginning: the prompt, with what the environment says before any action."""
+    prompt: Mapping[str, tuple[int, ...]] | None = None
+    """At an episode's beginning: Prompt.token_ids and, where there are some, critic_token_ids, with
+    what the environment says before any action."""
 
 
 class Players(Protocol):
@@ -145,7 +146,8 @@ class Turns:
         rollout, limits = self._waiting.pop(answer.position), self._limits
         seed, longest = self._seeds[answer.position], limits.max_action_tokens
         if answer.prompt is not None:
-            rollout = dataclasses.replace(rollout, prompt=answer.prompt)
+            prompt = dataclasses.replace(rollout.prompt, **answer.prompt)  # type: ignore[arg-type]
+            rollout = dataclasses.replace(rollout, prompt=prompt)
         if answer.is_over and not rollout.token_ids:
             self._over.add(answer.position)
             return [Request(rollout, seed, 1)]

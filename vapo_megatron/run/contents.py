@@ -72,6 +72,16 @@ def _as_long(tokens: Tokens) -> Tokens:
     return tokens
 
 
+class EpisodeTurn(TypedDict):
+    """Of a response that an environment answers."""
+
+    __pydantic_config__ = _Strict  # type: ignore[misc]
+    action: str
+    observation: str
+    reward: _Number
+    end: _Size
+
+
 class Response(TypedDict):
     """A response of a Group."""
 
@@ -82,6 +92,10 @@ class Response(TypedDict):
     truncated: bool
     text: str
     tokens: NotRequired[Annotated[Tokens, AfterValidator(_as_long)]]
+    note: NotRequired[str]
+    cut_by: NotRequired[str]
+    begin: NotRequired[str]
+    turns: NotRequired[list[EpisodeTurn]]
 
 
 class Group(TypedDict):

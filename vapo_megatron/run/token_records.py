@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.data.batch import RolloutBatch, StepSummary
-from vapo_megatron.data.rollout import Rollout, ScoredRollout
+from vapo_megatron.data.rollout import ScoredRollout
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.reduce import sum_over_data_parallel
 from vapo_megatron.rollout.source import Decode
+from vapo_megatron.rollout.turn_records import turn_records
 
 _HALF = 512
 """Tokens kept at either end of a response that is longer than twice this."""
@@ -133,20 +134,6 @@ def group_records(
         }
         records.append(record)
     return records
-
-
-def turn_records(rollout: Rollout, decode: Decode) -> list[dict[str, Any]]:
-    """Return an episode's turns: action, observation and reward; texts with special tokens."""
-    starts = [0, *(turn.end for turn in rollout.turns)]
-    said = dict(rollout.inserted)
-    return [
-        {
-            "action": decode(tuple(rollout.token_ids[start : turn.end])),
-            "observation": decode(tuple(said[turn.end])) if turn.end in said else "",
-            "reward": turn.reward,
-        }
-        for start, turn in zip(starts, rollout.turns)
-    ]
 
 
 def _response(

@@ -1,7 +1,8 @@
 """Make the base model of turns with luck: `python examples/tiny/turns/base.py --out DIR --seed 0`.
 
 DIR becomes a Hugging Face directory: Qwen2 architecture, 112 thousand parameters, made from whole
-episodes whose actions are right in everything but choose by chance. Only actions are in the loss.
+episodes whose actions are right in everything, with preferences that are good in half of the
+situations. Only actions are in the loss.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ from transformers import PreTrainedTokenizerBase, Qwen2ForCausalLM
 
 from turns import luck
 
+USUALLY = 0.7
+"""How often the base model takes the choice that it prefers. Without preferences it would not tell
+situations apart, and the first hundred updates would go into that."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Recipe(making.Architecture):
@@ -35,9 +40,12 @@ class Recipe(making.Architecture):
     """Weight of filler tokens in the loss. They are random, and most of its gradient's noise."""
 
 
-def write_action(rng: random.Random) -> str:
-    """Write an action by chance."""
-    return rng.choice(luck.CHOICES) + "".join(rng.choices(luck.FILLER, k=luck.NUM_FILLERS))
+def write_action(rng: random.Random, situation: int) -> str:
+    """Write an action as the base model should, whose preferences have nothing to do with luck."""
+    usual = luck.usual_choice(situation)
+    other = luck.CHOICES.replace(usual, "")
+    choice = usual if rng.random() < USUALLY else other
+    return choice + "".join(rng.choices(luck.FILLER, k=luck.NUM_FILLERS))
 
 
 def write_episode(rng: random.Random) -> tuple[str, str]:
@@ -48,7 +56,7 @@ def write_episode(rng: random.Random) -> tuple[str, str]:
     episode = luck.Episode(rng.random())
     first, text = luck.PROMPT + episode.observation(), ""
     while True:
-        action = write_action(rng)
+        action = write_action(rng, episode.situation)
         episode.choose(action)
         text += action
         if not episode.left:

@@ -4,7 +4,7 @@
     observation   A3b        10 turns left after this one, 3 successes so far, a situation
     action        x!#$       a choice and three tokens that decide nothing, then the stop token
 
-There are 60 situations. In each of them one of the choices x and y succeeds with probability .85,
+There are 20 situations. In each of them one of the choices x and y succeeds with probability .85,
 the other with .15; which one, only experience tells. An episode has 16 turns, and is correct with
 10 successes. The rewards of a group of responses differ by luck above all, which a group's mean
 cannot know; V of turn and successes can.
@@ -18,8 +18,11 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from vapo_megatron.environments import Step
 
@@ -32,13 +35,23 @@ NUM_FILLERS = 3
 PROMPT = "Q"
 COUNTS = "0123456789ABCDEFG"
 """0 to 16, in a character each: the tokenizer has bytes."""
-SITUATIONS = "LMNOPRSTUVWXYZabcdefghijklmnopqrstuvwz*+,-./:;=>?@[]^_`{|}~'"
+SITUATIONS = "LMNOPRSTUVWXYZabcdef"
+FILE = "credit.jsonl"
+"""Of a run; train.py writes it."""
 CHARACTERS = PROMPT + COUNTS + SITUATIONS + CHOICES + FILLER
 
 
 def good_choice(situation: int) -> str:
-    """Return the choice that mostly succeeds; it follows no rule that a model could learn."""
-    return CHOICES[random.Random(f"turns with luck, {situation}").randrange(2)]
+    """Return the choice that mostly succeeds: x in half of the situations, by no rule."""
+    return CHOICES[_SHUFFLED[situation] % 2]
+
+
+def usual_choice(situation: int) -> str:
+    """Return the choice that the base model prefers: the good one in half of the situations."""
+    return CHOICES[_SHUFFLED[situation] // 2 % 2]
+
+
+_SHUFFLED = random.Random("turns with luck").sample(range(len(SITUATIONS)), len(SITUATIONS))
 
 
 class Episode:

@@ -22,7 +22,6 @@ from runner.jobs import finished
 from runner.tables import Cell, Runs, accuracies
 
 from turns import luck
-from turns.train import FILE
 from vapo_megatron.data.storage import replace_file
 from vapo_megatron.run.directory import read_rows
 
@@ -108,7 +107,7 @@ def plan(args: argparse.Namespace) -> command.Plan:
 
 
 def _result(out: Path) -> Result:
-    return {"metrics": read_rows(out / "metrics.jsonl"), "credit": read_rows(out / FILE)}
+    return {"metrics": read_rows(out / "metrics.jsonl"), "credit": read_rows(out / luck.FILE)}
 
 
 def columns(runs: Runs) -> dict[str, Cell]:

@@ -32,7 +32,6 @@ from vapo_megatron.run.directory import read_rows
 from vapo_megatron.training.loop import VapoTrainer
 from vapo_megatron.training.step import StepData
 
-FILE = "credit.jsonl"
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
@@ -68,7 +67,7 @@ class LuckTrainer(VapoTrainer):
             [observations(s, decode) for s, _ in whole], [choices(s, decode) for s, _ in whole],
             np.array([s.total_reward for s, _ in whole]), *of_choices,
         )  # fmt: skip
-        path = self.run_dir / FILE
+        path = self.run_dir / luck.FILE
         # Rows of steps that a resumed run repeats are dropped.
         rows = read_rows(path) if path.exists() else []
         kept = [row for row in rows if row["step"] < self._step]

@@ -46,6 +46,18 @@ def test_scores_are_training_s_rewards_where_verifiers_have_scales():
     assert measure(judged, reward)[:3] == ("code", 0.5, (-0.5, 1.0))
 
 
+def test_an_episodes_score_is_its_reward():
+    won = response("correct") | {"earned": 0.5}
+    lost = response("wrong", 0.9, truncated=True) | {"earned": 0.25}
+    # The sum of the turns' rewards is all that it gets.
+    paid = response("correct") | {"earned": 3.0, "is_paid": True}
+    failed = response("failed") | {"earned": 2.0}
+    found = measure(line(won, lost, paid, failed, verifier="environment"), RewardConfig())
+    assert found.scores == (1.5, -0.75, 3.0, None) and found.pass_rate == 0.5
+    reward = RewardConfig(from_score=[0, 1])
+    assert measure(line(won, lost, paid), reward).scores == (1.5, 1.15, 3.0)
+
+
 def measured(*rows):
     """Of (pass rate, score) and perhaps a verifier each."""
     return {

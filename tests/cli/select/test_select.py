@@ -8,6 +8,7 @@ GPU.
 
 import json
 import os
+import types
 from unittest import mock
 
 import pyarrow
@@ -22,7 +23,9 @@ from tests.weights.tiny_hf import write_tiny_hf, write_tiny_reward_model
 from tests.whole_run import Engine, answered
 from vapo_megatron.cli.select import command
 from vapo_megatron.cli.select.table import METADATA_KEY
+from vapo_megatron.config import RewardConfig
 from vapo_megatron.data.problems import load_problems
+from vapo_megatron.data.rollout import PENDING
 
 SAMPLES = 4
 SCORES = [
@@ -331,6 +334,27 @@ def test_the_reward_model_scores_once_all_is_sampled(select, place):
     again = [json.loads(line) for line in contents(select.out)["out.samples.jsonl"].splitlines()]
     scores = [r["score"] for line in again[1:] for r in line["responses"]]
     assert scores == pytest.approx(expected, abs=5e-6)
+
+
+def test_the_reward_model_reads_all_that_an_episode_has_seen():
+    from vapo_megatron.cli.select import reward_scores
+
+    asked = []
+
+    def score(sequences):
+        asked.extend(sequences)
+        return [0.5] * len(sequences)
+
+    responses = [
+        {"status": PENDING, "sequence": [1, 90, 5, 91, 7]}, {"status": PENDING, "token_ids": [6]},
+        {"status": "correct", "score": None},
+    ]  # fmt: skip
+    line = {"prompt_index": 0, "verifier": "reward_model", "responses": responses}
+    dataset = types.SimpleNamespace(tokens=lambda index: [1])
+    evaluation = types.SimpleNamespace(dataset=dataset)
+    reward_scores._judge([line], evaluation, RewardConfig(), score)
+    assert asked == [[1, 90, 5, 91, 7], [1, 6]]
+    assert responses[:2] == [{"status": "correct", "score": 0.5}] * 2
 
 
 def test_a_reward_model_that_does_not_fit_is_refused(select, place):

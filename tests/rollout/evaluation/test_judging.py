@@ -4,7 +4,9 @@ The sampler is a stand-in whose responses depend on problem and sample; processe
 the verifier are real. Not exercised: vLLM (tests/e2e/test_evaluate.py).
 """
 
+import dataclasses
 import math
+from array import array
 
 import pytest
 import torch.distributed as dist
@@ -13,9 +15,11 @@ from tests.whole_run import Engine, answered
 from vapo_megatron.config import EvaluationConfig, RewardConfig, RolloutConfig
 from vapo_megatron.data.labels import labels_of
 from vapo_megatron.data.problems import Problem
-from vapo_megatron.data.rollout import Prompt
+from vapo_megatron.data.rollout import Episode, Prompt, Turn
 from vapo_megatron.errors import Stopped
 from vapo_megatron.reward.math_verifier import MathVerifier
+from vapo_megatron.reward.reward_model import Pending
+from vapo_megatron.reward.verifier import RunningVerifier, Verdict
 from vapo_megatron.rollout.evaluation.judging import evaluate, judge_problems
 from vapo_megatron.rollout.requests import request_seed
 
@@ -88,7 +92,7 @@ def judged_on(replicas_of, count, batch, reward=None):
         batches = list(
             judge_problems(
                 sampler, verifier, problems(count), *SECTIONS, decode=decode,
-                policy_version=0, on_progress=lambda *at: shown.append(at), keep_text=True,
+                policy_version=0, on_progress=lambda *at: shown.append(at), kept_by=told,
                 problems_per_batch=batch,
             )
         )  # fmt: skip
@@ -201,6 +205,56 @@ def test_batches_and_progress(workers):
     assert sizes == [8] + [4] * 2
     # Of 8 responses of its own each counts for 2.
     assert shown == [(done, 16) for done in range(2, 17, 2)]
+
+
+class NeverAsked(RunningVerifier):
+    """Judges nothing, as every response comes with a verdict."""
+
+    def score(self, responses, problems):
+        assert not responses
+        return []
+
+
+class Playing(Sampler):
+    """Responses of two turns, whose environment has judged those of problem 0."""
+
+    def respond(self, rollout, seed):
+        prompt = dataclasses.replace(rollout.prompt, token_ids=(1, 2, 90))
+        number = rollout.prompt.index
+        verdict = [Verdict("correct"), Pending()][number]
+        return dataclasses.replace(
+            answered(rollout, [5, 6, 7], logprob=0.0, truncated=bool(number)), prompt=prompt,
+            inserted=((2, array("i", [91, 92])),), turns=(Turn(2, 0.5), Turn(3, -0.25)),
+            episode=Episode(["", "environment.max_turns"][number], False, 0.0, verdict, not number),
+        )  # fmt: skip
+
+
+def told(ids):
+    return "".join(f"<{i}>" for i in ids)
+
+
+def test_an_episodes_turns_are_kept_where_texts_are():
+    kept, bare = (
+        next(
+            judge_problems(
+                Playing(0, 1), NeverAsked(), problems(2), *SECTIONS, decode=decode,
+                policy_version=0, kept_by=keeps, problems_per_batch=2,
+            )
+        )
+        for keeps in (told, None)
+    )  # fmt: skip
+    (_, (won, *_)), (_, (cut, *_)) = kept
+    assert won["turns"] == [
+        {"action": "<5><6>", "observation": "<91><92>", "reward": 0.5, "end": 2},
+        {"action": "<7>", "observation": "", "reward": -0.25, "end": 3},
+    ]
+    assert (won["begin"], won["earned"], won["is_paid"]) == ("<1><2><90>", 0.25, True)
+    assert "cut_by" not in won and cut["cut_by"] == "environment.max_turns"
+    # What the reward model is to read: everything that the policy has seen.
+    assert cut["sequence"] == [1, 2, 90, 5, 6, 91, 92, 7]
+    assert "sequence" not in won and "token_ids" not in cut
+    for _, responses in bare:
+        assert not any({"turns", "begin", "text"} & set(r) for r in responses)
 
 
 class Broken(Sampler):

@@ -27,7 +27,7 @@ def answer(rollout: Rollout) -> Answer:
     tokens = len(rollout.token_ids)
     if not tokens:
         said = [20 + i for i in range(rollout.position % 3)]
-        prompt = dataclasses.replace(rollout.prompt, token_ids=(*rollout.prompt.token_ids, *said))
+        prompt = {"token_ids": (*rollout.prompt.token_ids, *said)}
         return Answer(rollout.position, prompt=prompt)
     draw = random.Random(f"{rollout.position} {tokens} {rollout.token_ids[-1]}")
     ids = [draw.randrange(13, 64) for _ in range(draw.randrange(33))]
@@ -91,7 +91,9 @@ def one_by_one(engine: Any, limits: Limits = LIMITS) -> dict[int, Rollout]:
     """All episodes by a plain loop: each turn is sent alone, and waited for."""
     found = {}
     for (request,) in begun():
-        rollout = dataclasses.replace(request.rollout, prompt=answer(request.rollout).prompt)
+        ids = answer(request.rollout).prompt
+        prompt = dataclasses.replace(request.rollout.prompt, **ids)
+        rollout = dataclasses.replace(request.rollout, prompt=prompt)
         while True:
             ended = list[Rollout]()
             parts = iter([[Request(rollout, request.seed, limits.max_action_tokens)]])

@@ -186,6 +186,38 @@ def test_responses_are_chosen_opened_and_pointed_at(show, report, tmp_path):
     assert plots and not any("critic" in title for title in plots)
 
 
+def test_observations_stand_between_the_actions(show, tmp_path):
+    run_dir = write_run(tmp_path / "run", num_steps=1)
+    file = run_dir / "rollouts" / "step_000001.jsonl"
+    first, *_ = (json.loads(line) for line in file.read_text().splitlines())
+    tokens = {"pieces": ["a", "b", "c", "d"], "values": VALUES[:4], "advantages": [0.25] * 4}
+    turns = [
+        {"action": "ab", "observation": "<u>one</u>", "reward": 0.5, "end": 2},
+        # Its end is among the tokens that are not kept.
+        {"action": "c...", "observation": "two", "reward": 0.0, "end": 4},
+        {"action": "...de", "observation": "", "reward": -1.0, "end": 8},
+    ]
+    tokens["entropy"] = [0.5] * 4
+    first["responses"][0] |= {"num_tokens": 8, "turns": turns, "tokens": tokens}
+    file.write_text(json.dumps(first) + "\n")
+    page = show(build_report(run_dir))
+    page.point("section.step:not([hidden]) details.group summary", click=True)
+    page.point("section.step:not([hidden]) details.response:nth-of-type(1) summary", click=True)
+
+    def inside():
+        return page.run(f"[...document.querySelector('{PRE}').childNodes].map(n => n.textContent)")
+
+    assert inside() == [
+        "a", "b", "turn 1, reward +0.5", "<u>one</u>", "4 tokens are not shown", "c", "d",
+        "turn 3, reward -1",
+    ]  # fmt: skip
+    shade = "getComputedStyle(document.querySelector('.observation')).backgroundColor"
+    assert page.run(shade) not in ("rgba(0, 0, 0, 0)", page.run(
+        f"getComputedStyle(document.querySelector('{PRE}')).backgroundColor"))  # fmt: skip
+    page.point("#shading button:nth-of-type(1)", click=True)
+    assert inside()[:3] == ["ab", "turn 1, reward +0.5", "<u>one</u>"]
+
+
 def test_charts_are_pointed_at_zoomed_and_drawn_dark_or_light(show, report):
     page = show(report)
     last = page.run("data.charts[1].series[0].points.at(-1)[1]")

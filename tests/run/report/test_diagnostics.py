@@ -108,6 +108,43 @@ def test_lambda_by_length_is_what_training_takes(found, alpha):
     assert {y for name in ("actor", "critic") for _, y in same[f"{name}'s lambda"]} == {0.95}
 
 
+def episode(*turns):
+    """Actions of these tokens, with rewards; the verdict gave 1 more."""
+    text = "".join(action for action, _ in turns)
+    ends = [sum(len(action) for action, _ in turns[: i + 1]) for i in range(len(turns))]
+    found = response("correct", text, [0.0] * len(text))
+    of_turns = [
+        {"action": action, "observation": "o", "reward": reward, "end": end}
+        for (action, reward), end in zip(turns, ends)
+    ]
+    return found | {"turns": of_turns, "reward": 1.0 + sum(reward for _, reward in turns)}
+
+
+def test_lambda_counts_turns_where_gae_does(found):
+    long = episode(("xx", 0.0), ("yyy", 0.0), ("z", 0.0), ("zz", 0.0))
+    short = response("wrong", "xy", [0.0] * 2)
+    options = {"gamma": 0.5, "lambda_actor": 0.8, "gae_unit": "turn"}
+    plot = found(long, short, **options)[REACH]
+    assert [n for n, _ in plot["actor's lambda"]] == [1, 2, 3, 4]
+    left = plot["share of the reward in the first turn's advantage"]
+    assert [y for _, y in left] == pytest.approx([0.4**n for n in range(4)])
+    tokens = found(long, short, **{**options, "gae_unit": "token"})[REACH]
+    assert [n for n, _ in tokens["actor's lambda"]] == list(range(1, 9))
+
+
+@pytest.mark.parametrize(
+    ("unit", "due"),
+    [
+        # 8 and 1 stand on the third token, 4 on the first.
+        ("token", [4 + 9 / 4, 9 / 2, 9.0]),
+        ("turn", [4 + 9 / 2, 9.0, 9.0]),
+    ],
+)
+def test_rewards_of_turns_stand_on_their_actions(found, unit, due):
+    plot = found(episode(("x", 4.0), ("yz", 8.0)), gamma=0.5, gae_unit=unit)[PREDICTS]
+    assert [y for _, y in plot["return, correct"]] == due
+
+
 def test_advantage_by_position_past_the_gap(found):
     # Two of ten tokens are kept, the first and the last.
     run = found(response("wrong", "xy", [0.0, 0.25], [0.5, -1.0], num_tokens=10))

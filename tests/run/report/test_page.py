@@ -201,6 +201,24 @@ def test_every_curve_holds_the_rows_numbers(run_dir, page):
     assert [step for step, _ in series(page, "Accuracy")[0]["points"]] == [0, 24, 34]
 
 
+def test_curves_of_episodes(tmp_path):
+    numbers = {
+        "rollout/turns_mean": 3.0, "rollout/observation_tokens_mean": 40.0,
+        "rollout/turn_reward_mean": 0.25, "rollout/environment_failed_fraction": 0.125,
+        "rollout/cut_by_turns_fraction": 0.5, "rollout/cut_by_action_fraction": 0.25,
+        "rollout/failed_calls_mean": 1.5,
+        "time/environment_seconds": 0.75, "time/environment_waiting_seconds": 0.0,
+    }  # fmt: skip
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        writer.write(1, numbers)
+    page = Page(build_report(tmp_path).read_text())
+    assert page.data["more"] == []
+    shown = [s["points"] for chart in page.data["charts"] for s in chart["series"]]
+    assert sorted(shown) == sorted([[1, number]] for number in numbers.values())
+    titles = [chart["title"] for chart in page.data["charts"]]
+    assert len(titles) == 6 and titles[0] == "Turns of an episode"
+
+
 def test_bars_of_many_steps_are_their_means(tmp_path):
     times = [(1.0, 3.0)] * 100 + [(2.0, None)] * 100 + [(4.0, 0.0)]
     with MetricsWriter(tmp_path, tensorboard=False) as writer:

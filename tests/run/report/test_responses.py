@@ -70,6 +70,50 @@ def test_pieces_are_inert(tmp_path):
     )
 
 
+def as_episode(group):
+    """Make a group's first response an episode that its turns have cut."""
+    turns = [
+        {"action": "p0p1<end>", "observation": "<b>seen</b>", "reward": -0.5, "end": 2},
+        {"action": "p2", "observation": "", "reward": 0.25, "end": 3},
+    ]
+    more = {"turns": turns, "begin": f"{group['prompt']} told", "truncated": True}
+    more |= {"cut_by": "environment.max_turns", "note": "cut <here>"}
+    group["responses"][0] |= more
+
+
+def test_an_episode_shows_its_turns(tmp_path):
+    file, first, _ = written(tmp_path / "run", [3, 3])
+    as_episode(first)
+    text, page = finished(tmp_path / "run", file, first)
+    episode, other = page.data["tokens"][:2]
+    # End, reward, and what was observed.
+    assert episode["turns"] == [[2, -0.5, "<b>seen</b>"], [3, 0.25, ""]]
+    assert "turns" not in other and episode["pieces"] == ["p0", "p1", "p2"]
+    assert (
+        '<pre class="observation"> told</pre><pre data-response="0">p0p1&lt;end&gt;'
+        '<span class="turn">turn 1, reward -0.5</span>'
+        '<span class="observation">&lt;b&gt;seen&lt;/b&gt;</span>'
+        'p2<span class="turn">turn 2, reward +0.25</span></pre>'
+    ) in text
+    assert '3 tokens in 2 turns</span><span class="truncated">cut by environment.max_turns<' in text
+    assert '<div class="caption">cut &lt;here&gt;</div>' in text
+
+
+def test_long_observations_and_many_turns_are_bounded(tmp_path):
+    file, first, _ = written(tmp_path / "run", [3])
+    as_episode(first)
+    response = first["responses"][0]
+    response["turns"] = [
+        {**response["turns"][0], "observation": "a" * 5000 + "b" * 5000, "end": i + 1}
+        for i in range(200)
+    ]
+    text, page = finished(tmp_path / "run", file, first)
+    turns = page.data["tokens"][0]["turns"]
+    # 8,000 characters for 64 actions and 64 observations: 31 at either end.
+    assert len(turns) == 64 and turns[5] == [6, -0.5, "a" * 31, 10_000 - 62, "b" * 31]
+    assert text.count("9,938 characters left out") == 64 and "136 turns left out" in text
+
+
 def test_what_nobody_sees_has_a_sign(tmp_path):
     file, first, _ = written(tmp_path / "run", [2])
     pieces = ["a\0\x1b\r", "\u202eb\u200f\u2066\ufeff\x85\n\t\u200d\u00e9"]

@@ -19,7 +19,8 @@ from vapo_megatron.run.report.page import build_report
 TOKENS = {"pieces": ["a", "b"], "entropy": [0.5, None], "advantages": [1.0, -1.0]}
 RESPONSE = {
     "sample": 0, "status": "correct", "reward": 1.0, "num_tokens": 2, "truncated": False,
-    "text": "ab", "tokens": {**TOKENS, "values": [0.1, 0.2]},
+    "text": "ab", "tokens": {**TOKENS, "values": [0.1, 0.2]}, "note": "n", "begin": "b",
+    "cut_by": "c", "turns": [{"action": "a", "observation": "o", "reward": 0.5, "end": 1}],
 }  # fmt: skip
 FILES = {
     "metrics.jsonl": {

@@ -54,7 +54,8 @@ def try_episode(config: VapoConfig, inputs: Inputs) -> list[str]:
         assert begun.prompt is not None, "it begins with its prompt"
         action = inputs.tokenizer.encode(_ACTION, add_special_tokens=False)
         ids = array("i", [*action, players.end_of_turn])
-        played = dataclasses.replace(rollout, prompt=begun.prompt, token_ids=ids)
+        prompt = dataclasses.replace(rollout.prompt, **begun.prompt)  # type: ignore[arg-type]
+        played = dataclasses.replace(rollout, prompt=prompt, token_ids=ids)
         return _shown(inputs, played, _asked(players, played, seconds))
     finally:
         play.close()

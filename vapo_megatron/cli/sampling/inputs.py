@@ -125,6 +125,7 @@ def check(checkpoint: Path, data: Path, config: VapoConfig, out: Path | None = N
         "stop_token_ids": list(stop_token_ids), "seed": config.seed,
         "dtype": config.rollout.dtype or config.model.dtype,
         **verdict_settings(config.reward, dataset.rows),
+        **({"environment": config.environment.model_dump()} if config.environment.is_on else {}),
     }  # fmt: skip
     inputs = Inputs(shape, tokenizer, stop_token_ids, held_out=dataset, date=template.date)
     return Evaluation(hf_path, inputs, dataset, header, rollout)

@@ -172,13 +172,15 @@ def _sample(
             stack.callback(episodes.close)
         engine = build_engine(evaluation, config)
         stack.callback(engine.shutdown)
+        tokenizer = evaluation.inputs.tokenizer
         bar = stack.enter_context(ProgressBar("responses", after_seconds=0.0))
         part = stack.enter_context(part_of(out, engine.replica).open("ab"))
         written = 0
         for judged in judge_problems(
             engine, verifier, problems, config.evaluation, config.rollout,
-            decode=partial(decode_responses, evaluation.inputs.tokenizer), policy_version=VERSION,
-            on_progress=bar.show, keep_text=True, problems_per_batch=problems_per_batch,
+            decode=partial(decode_responses, tokenizer), policy_version=VERSION,
+            on_progress=bar.show, problems_per_batch=problems_per_batch,
+            kept_by=partial(tokenizer.decode, clean_up_tokenization_spaces=False),
             episodes=episodes,
         ):  # fmt: skip
             # Only the first rank of a replica has what was judged.

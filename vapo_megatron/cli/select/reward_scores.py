@@ -159,7 +159,8 @@ def _batches(
 def _sequences(line: Line, evaluation: Evaluation) -> list[list[int]]:
     """Return prompt and response of each pending response, as token ids."""
     prompt = evaluation.dataset.tokens(line["prompt_index"])
-    return [[*prompt, *r["token_ids"]] for r in line["responses"] if r["status"] == PENDING]
+    pending = [r for r in line["responses"] if r["status"] == PENDING]
+    return [r["sequence"] if "sequence" in r else [*prompt, *r["token_ids"]] for r in pending]
 
 
 def _judge(
@@ -174,7 +175,7 @@ def _judge(
                 verdict = reward_model_verdict(next(found))
                 verdict = scored_verdict(verdict, reward, line["verifier"])
                 response |= {"status": verdict.status, "score": verdict.score}
-                del response["token_ids"]
+                del response["sequence" if "sequence" in response else "token_ids"]
                 statuses[verdict.status] += 1
                 if verdict.status in FAILED and not first:
                     row = place(evaluation.dataset, line["prompt_index"])

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 from vapo_megatron.config import RewardConfig
 from vapo_megatron.data.problems import Problem
 from vapo_megatron.errors import ConfigError
-from vapo_megatron.reward.shaping import base_reward
-from vapo_megatron.reward.verifier import Verdict
+from vapo_megatron.rollout.evaluation.statistics import response_reward
 
 
 class Rules(NamedTuple):
@@ -68,27 +67,28 @@ class Measured(NamedTuple):
 def measure(line: Mapping[str, Any], reward: RewardConfig) -> Measured:
     """Return what a line of the samples file measured.
 
-    With reward.from_score, a score is the reward that training would give, without its punishment
-    of length; otherwise it is the verdict's own, or 1 for a correct response and 0 for another.
+    With reward.from_score, and of episodes, whose turns have rewards, a score is the reward that
+    training would give, without its punishment of length; otherwise it is the verdict's own, or 1
+    for a correct response and 0 for another.
     """
     verifier, responses = line["verifier"], line["responses"]
-    verdicts = [Verdict(r["status"], r["score"], r["answer"]) for r in responses]
     size = len(responses)
     return Measured(
         verifier,
-        sum(verdict.is_correct for verdict in verdicts) / size,
-        tuple(_score(verdict, reward, verifier) for verdict in verdicts),
+        sum(r["status"] == "correct" for r in responses) / size,
+        tuple(_score(r, reward, verifier) for r in responses),
         tuple(r["num_tokens"] for r in responses),
         sum(bool(r["truncated"]) for r in responses) / size,
     )
 
 
-def _score(verdict: Verdict, reward: RewardConfig, verifier: str) -> float | None:
-    if verdict.status in ("failed", "timed_out"):
+def _score(response: Mapping[str, Any], reward: RewardConfig, verifier: str) -> float | None:
+    status, score = response["status"], response["score"]
+    if status in ("failed", "timed_out"):
         return None
-    if reward.from_score is not None:
-        return base_reward(verdict, reward, verifier)
-    return float(verdict.is_correct if verdict.score is None else verdict.score)
+    if reward.from_score is not None or "earned" in response:
+        return response_reward(response, reward, verifier)
+    return float(status == "correct" if score is None else score)
 
 
 class Selection(NamedTuple):

@@ -24,11 +24,16 @@ from vapo_megatron.parallel.reduce import sum_over_world
 from vapo_megatron.reward.checks import FAILED
 from vapo_megatron.reward.reward_model import Pending
 from vapo_megatron.reward.scoring import Judged, VerdictStream
-from vapo_megatron.reward.shaping import base_reward
-from vapo_megatron.reward.verifier import RunningVerifier, Verdict
-from vapo_megatron.rollout.evaluation.statistics import means, problem_values, value_names
+from vapo_megatron.reward.verifier import RunningVerifier
+from vapo_megatron.rollout.evaluation.statistics import (
+    means,
+    problem_values,
+    response_reward,
+    value_names,
+)
 from vapo_megatron.rollout.evaluation.votes import Response, count_votes
 from vapo_megatron.rollout.requests import SamplingSettings
+from vapo_megatron.rollout.turn_records import turn_records
 from vapo_megatron.rollout.work import firsts, generate
 
 if TYPE_CHECKING:
@@ -113,15 +118,8 @@ def evaluate(
 
 def reward_mean(responses: Sequence[Response], reward: RewardConfig, verifier: str) -> float:
     """Return the mean reward of a problem's responses, without a punishment of length."""
-
-    def total(r: Response) -> float:
-        earned = float(r.get("earned", 0.0))
-        if r.get("is_paid"):
-            return earned
-        verdict = Verdict(r["status"], r["score"], r["answer"])
-        return earned + base_reward(verdict, reward, verifier, truncated=r["truncated"])
-
-    return math.fsum(map(total, responses)) / len(responses)
+    rewards = [response_reward(r, reward, verifier) for r in responses]
+    return math.fsum(rewards) / len(rewards)
 
 
 def sampling_settings(evaluation: EvaluationConfig, max_response_tokens: int) -> SamplingSettings:
@@ -147,7 +145,7 @@ def judge_problems(
     policy_version: int,
     on_progress: Callable[[int, int], None] | None = None,
     has_time: Callable[[], bool] | None = None,
-    keep_text: bool = False,
+    kept_by: Callable[[Sequence[int]], str] | None = None,
     problems_per_batch: int | None = None,
     episodes: Episodes | None = None,
 ) -> Iterator[JudgedProblems]:
@@ -167,7 +165,7 @@ def judge_problems(
         policy_version: of the engine's weights.
         on_progress: called with (done, total) responses, extrapolated from this replica to all.
         has_time: see RolloutEngine.run.
-        keep_text: keep the text in the responses.
+        kept_by: keep responses' texts, and episodes' turns as it decodes them; None: neither.
         problems_per_batch: over all replicas; None: enough for two full batches of each engine.
         episodes: see generate.
 
@@ -198,7 +196,7 @@ def judge_problems(
         if verifier is None:
             yield []
             continue
-        responses = [_response(r, judged, keep_text) for r, judged in zip(rollouts, found)]
+        responses = [_response(r, judged, kept_by) for r, judged in zip(rollouts, found)]
         groups = [responses[i : i + samples] for i in range(0, len(responses), samples)]
         asked = [rollout.prompt.problem for rollout in rollouts[::samples]]
         for group, votes in zip(groups, count_votes(verifier, asked, groups)):
@@ -208,7 +206,9 @@ def judge_problems(
         yield [(r.prompt, group) for r, group in zip(rollouts[::samples], groups)]
 
 
-def _response(rollout: Rollout, judged: Judged, keep_text: bool) -> Response:
+def _response(
+    rollout: Rollout, judged: Judged, kept_by: Callable[[Sequence[int]], str] | None
+) -> Response:
     is_pending = isinstance(judged.verdict, Pending)
     return {
         "sample": rollout.sample,
@@ -220,8 +220,26 @@ def _response(rollout: Rollout, judged: Judged, keep_text: bool) -> Response:
         "truncated": rollout.truncated,
         **({"earned": sum(t.reward for t in rollout.turns)} if rollout.turns else {}),
         **({"is_paid": True} if rollout.episode and rollout.episode.is_paid else {}),
-        **({"text": judged.text} if keep_text else {}),
+        **({} if kept_by is None else {"text": judged.text}),
         **({"note": judged.verdict.note} if judged.verdict.status in FAILED else {}),
-        # The reward model is still to read them.
-        **({"token_ids": rollout.token_ids.tolist()} if is_pending else {}),
+        **_turns(rollout, kept_by),
+        **(_unread(rollout) if is_pending else {}),
     }
+
+
+def _turns(rollout: Rollout, decode: Callable[[Sequence[int]], str] | None) -> Response:
+    """Return what is kept of an episode, as in a run's rollouts/."""
+    cut = rollout.episode.cut if rollout.episode else ""
+    found: Response = {"cut_by": cut} if cut else {}
+    if rollout.turns and decode is not None:
+        found["begin"] = decode(rollout.prompt.token_ids)
+        found["turns"] = turn_records(rollout, decode)
+    return found
+
+
+def _unread(rollout: Rollout) -> Response:
+    """Return the tokens that the reward model is still to read."""
+    if rollout.turns:
+        # With what the environment has said, first and later.
+        return {"sequence": rollout.sequence.tolist()}
+    return {"token_ids": rollout.token_ids.tolist()}

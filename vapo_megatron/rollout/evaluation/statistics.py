@@ -14,6 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from vapo_megatron.config import RewardConfig
+from vapo_megatron.reward.shaping import base_reward
+from vapo_megatron.reward.verifier import Verdict
+
 RESAMPLES = 10_000
 """Bootstrap samples: the interval's ends vary by about 1% of its width between seeds."""
 _BLOCK_VALUES = 1 << 20
@@ -30,6 +34,23 @@ class Estimate:
     value: float
     low: float | None
     high: float | None
+
+
+def response_reward(response: Mapping[str, Any], reward: RewardConfig, verifier: str) -> float:
+    """Return what training would give a judged response, without a punishment of length.
+
+    An episode's is the sum of its turns' rewards and of the verdict's, where that has one.
+
+    Args:
+        response: see votes.Response.
+        reward: turns a verdict into a number.
+        verifier: the name of the one that judged it.
+    """
+    earned = float(response.get("earned", 0.0))
+    if response.get("is_paid"):
+        return earned
+    verdict = Verdict(response["status"], response["score"], response["answer"])
+    return earned + base_reward(verdict, reward, verifier, truncated=bool(response["truncated"]))
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:

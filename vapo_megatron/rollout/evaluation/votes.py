@@ -15,7 +15,9 @@ Response = dict[str, Any]
 """One judged sample: `sample`, `status`, `score` (the verdict's own, or None), `answer` (as the
 verifier compared it, or None), `vote` (see count_votes), `num_tokens`, `truncated`, `text` if
 kept, and `token_ids` while the status is PENDING. Of an episode also `earned`, the sum of its
-turns' rewards, and `is_paid` where these are all that it gets."""
+turns' rewards, `is_paid` where these are all that it gets, `cut_by`, the field that has cut it,
+`begin` and `turns` (see turn_records) if its text is kept, and `sequence`, prompt and all, in place
+of `token_ids`."""
 
 
 def count_votes(

@@ -26,6 +26,19 @@ _CHARTS: tuple[tuple[str, _Series, dict[str, Any]], ...] = (
     ("Response length", (
         ("rollout/response_length_mean", "mean"), ("rollout/response_length_max", "longest"),
     ), {"low": 0}),
+    ("Turns of an episode", (("rollout/turns_mean", "mean"),), {"low": 0}),
+    ("Observations of an episode", (("rollout/observation_tokens_mean", "mean"),), {"low": 0}),
+    ("Reward of a turn", (("rollout/turn_reward_mean", "mean"),), {}),
+    ("Wrong calls of an episode", (("rollout/failed_calls_mean", "mean"),), {"low": 0}),
+    ("Episodes that do not end by themselves", (
+        ("rollout/cut_by_turns_fraction", "cut by max_turns"),
+        ("rollout/cut_by_action_fraction", "by max_action_tokens"),
+        ("rollout/environment_failed_fraction", "failed"),
+    ), {"low": 0}),
+    ("Waiting for the environment", (
+        ("time/environment_seconds", "an episode's calls"),
+        ("time/environment_waiting_seconds", "an engine, idle"),
+    ), {"low": 0}),
     ("Entropy", (("actor/entropy", "policy"),), {"low": 0}),
     ("Explained variance", (("critic/explained_variance", "critic"),), {"high": 1, "floor": -1}),
     ("Value loss", (("critic/loss", "critic"),), {"low": 0}),

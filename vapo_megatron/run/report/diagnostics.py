@@ -5,6 +5,7 @@ Those about tokens use the last steps with kept responses, and no other response
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ _Response = Mapping[str, Any]
 _Pair = tuple[float, float]
 _Series = tuple[str, list[list[float]]]
 _POSITION, _LENGTH = "position in the response", "response length (tokens)"
+_TURNS = "turns of an episode"
 
 
 class _Token(NamedTuple):
@@ -35,7 +37,7 @@ class _Token(NamedTuple):
     length: int
     """Of the response."""
     outcome: float
-    """The return: the reward is on the last token."""
+    """The return: the reward is on the last token, a turn's own on that of its action."""
 
 
 def plots(run: Run) -> list[dict[str, Any]]:
@@ -60,14 +62,17 @@ def _token_plots(
     ]
     longest = max(r["num_tokens"] for r in responses)
     if all("values" in r["tokens"] for r in responses):
-        yield from _critic_plots(kinds, longest, algorithm["gamma"])
+        yield from _critic_plots(kinds, longest, algorithm)
     yield _plot("Which parts of a response have a high advantage?", _POSITION, "mean advantage", [
         (name, _by_position([(t.place, t.number) for t in _tokens(some, "advantages")]))
         for name, some in kinds
     ])  # fmt: skip
     if algorithm["advantage_estimator"] == "gae":
-        yield _plot("How far back does the reward reach?", _LENGTH, "lambda, share of the reward",
-                    _lambdas(algorithm, longest), low=0, high=1)  # fmt: skip
+        by_turn = algorithm["gae_unit"] == "turn"
+        most = max(len(r.get("turns") or "1") for r in responses) if by_turn else longest
+        reach = "How far back does the reward reach?", _TURNS if by_turn else _LENGTH
+        lambdas = _lambdas(algorithm, most)
+        yield _plot(*reach, "lambda, share of the reward", lambdas, low=0, high=1)
     yield _plot("Which response lengths dominate the loss?", _LENGTH, "share of the loss",
                 _shares(responses, algorithm), low=0)  # fmt: skip
     diverging, others = _entropies(groups)
@@ -78,9 +83,9 @@ def _token_plots(
 
 
 def _critic_plots(
-    kinds: Sequence[tuple[str, Sequence[_Response]]], longest: int, gamma: float
+    kinds: Sequence[tuple[str, Sequence[_Response]]], longest: int, algorithm: Mapping[str, Any]
 ) -> Iterable[dict[str, Any]]:
-    by_kind = [(name, _tokens(some, "values", gamma)) for name, some in kinds]
+    by_kind = [(name, _tokens(some, "values", algorithm)) for name, some in kinds]
     tokens = [t for _, some in by_kind for t in some]
     fields = (("value", "number"), ("return", "outcome"))
     yield _plot("Does the critic predict how a response ends?", _POSITION, "value and return", [
@@ -109,14 +114,36 @@ def _indices(response: _Response) -> list[int]:
     return [*range(half), *range(length - held + half, length)]
 
 
-def _tokens(responses: Sequence[_Response], name: str, gamma: float = 1.0) -> list[_Token]:
-    """Return each kept token whose number is finite."""
+def _tokens(
+    responses: Sequence[_Response], name: str, algorithm: Mapping[str, Any] | None = None
+) -> list[_Token]:
+    """Return each kept token whose number is finite; without an algorithm its outcome is 0."""
+    found = []
+    for r in responses:
+        length, indices = r["num_tokens"], _indices(r)
+        outcomes = _returns(r, indices, algorithm) if algorithm else [0.0] * len(indices)
+        found += [
+            _Token(number, (at + 0.5) / length, length, outcome)
+            for at, number, outcome in zip(indices, r["tokens"][name], outcomes)
+            if number is not None
+        ]
+    return found
+
+
+def _returns(r: _Response, indices: Sequence[int], algorithm: Mapping[str, Any]) -> list[float]:
+    """Return the discounted rewards of each of these tokens and of those after it."""
+    gamma, turns = algorithm["gamma"], r.get("turns") or ()
+    earned = [(turn["end"] - 1, turn["reward"]) for turn in turns]
+    rest = r["reward"] - sum(reward for _, reward in earned)
+    rewards = [*earned, (r["num_tokens"] - 1, rest)]
+    ends = [turn["end"] for turn in turns]
+
+    def time(token: int) -> int:
+        return bisect.bisect_right(ends, token) if algorithm["gae_unit"] == "turn" else token
+
     return [
-        _Token(number, (at + 0.5) / length, length, r["reward"] * gamma ** (length - 1 - at))
-        for r in responses
-        if (length := r["num_tokens"])
-        for at, number in zip(_indices(r), r["tokens"][name])
-        if number is not None
+        sum(reward * gamma ** (time(place) - time(at)) for place, reward in rewards if place >= at)
+        for at in indices
     ]
 
 
@@ -151,7 +178,11 @@ def _by_value(pairs: Sequence[_Pair]) -> list[list[float]]:
 
 
 def _lambdas(algorithm: Mapping[str, Any], longest: int) -> list[_Series]:
-    """Lambda by length, and what GAE leaves of the reward at a response's first token."""
+    """Lambda by length, and what GAE leaves of the last reward at a response's first token.
+
+    longest: in tokens, or turns where GAE's steps are turns.
+    """
+    unit = algorithm["gae_unit"]
     lengths = np.array(spread(range(1, longest + 1), 41))
     names = ("lambda_actor", "lambda_critic", "length_adaptive_alpha")
     actor, critic = resolve_lambdas(lengths, **{name: algorithm[name] for name in names})
@@ -159,7 +190,7 @@ def _lambdas(algorithm: Mapping[str, Any], longest: int) -> list[_Series]:
     curves = (
         ("actor's lambda", actor),
         ("critic's lambda", critic),
-        ("share of the reward in the first token's advantage", left),
+        (f"share of the reward in the first {unit}'s advantage", left),
     )
     return [
         (name, np.stack(np.broadcast_arrays(lengths, numbers), axis=1).tolist())

@@ -53,21 +53,34 @@
     const part = Math.max(-1, Math.min(1, value / spans[kind]));
     return `rgb(var(${part < 0 ? "--low" : "--high"}) / ${(.6 * Math.abs(part)).toFixed(3)})`;
   }
+  function place(tokens, i) { return tokens.gap && i >= tokens.gap[0] ? i + tokens.gap[1] : i; }
+  // What the environment wrote has no numbers: the policy did not sample it.
+  function showTurn(pre, number, reward, first, leftOut, last) {
+    html("span", "turn", pre, `turn ${number}, reward ${reward < 0 ? "" : "+"}${format(reward)}`);
+    if (!first) return;
+    const span = html("span", "observation", pre, first);
+    if (leftOut) {
+      html("span", "gap", span, `${leftOut.toLocaleString("en")} characters left out; see rollouts/`);
+      span.append(last);
+    }
+  }
   function describe(tokens, i) {
-    const at = tokens.gap && i >= tokens.gap[0] ? i + tokens.gap[1] : i;
     const found = numbers.map(name => `${names[name]} ${format(tokens[name][i])}${name === "entropy" ? " nat" : ""}`);
-    return `token ${at + 1}: ${found.join(", ")}`;
+    return `token ${place(tokens, i) + 1}: ${found.join(", ")}`;
   }
   function shade(pre) {
     const tokens = data.tokens[pre.dataset.response];
     if (!tokens || kind === "pieces") { pre.replaceChildren(...plain.get(pre)); return; }
     pre.replaceChildren();
+    const ends = new Map((tokens.turns ?? []).map((turn, i) => [turn[0], [i + 1, ...turn.slice(1)]]));
     tokens.pieces.forEach((piece, i) => {
       if (tokens.gap && i === tokens.gap[0]) html("span", "gap", pre, `${tokens.gap[1].toLocaleString("en")} tokens are not shown`);
       // A token that only begins a character has no text of its own.
       const span = html("span", "", pre, piece || "\u00b7");
       span.style.background = color(tokens[kind][i]);
       span.title = describe(tokens, i);
+      const end = ends.get(place(tokens, i) + 1);
+      if (end) showTurn(pre, ...end);
     });
   }
   function choose(wanted) {

@@ -5,6 +5,7 @@ The HTML holds the escaped text; the page's script shades it by the tokens' numb
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from vapo_megatron.run.directory import Run
 from vapo_megatron.run.report.html import escape, spread, visible
 
 _MAX_CHARACTERS = 8000
+_MAX_SHOWN_TURNS = 64
 _MAX_STEPS = 12
 _MAX_TOKENS = 120_000
 """Of the whole page; all responses have equal shares."""
@@ -43,6 +45,23 @@ def _tokens(
     """Return both ends of the kept tokens, at most `most`; `gap`: [where, how many] are not."""
     if known is None:
         return None
+    return _ends(known, response, most) | _turns(response)
+
+
+def _turns(response: Mapping[str, Any]) -> dict[str, Any]:
+    """Return where an episode's turns end, their rewards, and what was observed after each."""
+    turns = _shown_turns(response)
+    if not turns:
+        return {}
+    observed = [_shortened(turn["observation"], _most_of(turns)) for turn in turns]
+    return {
+        "turns": [[t["end"], t["reward"], *parts] for t, parts in zip(turns, observed, strict=True)]
+    }
+
+
+def _ends(
+    known: Mapping[str, Sequence[Any]], response: Mapping[str, Any], most: int
+) -> dict[str, Any]:
     columns = {n: known[n] for n in ("values", "advantages", "entropy") if n in known}
     columns["pieces"] = [visible(piece) for piece in known["pieces"]]
     held = len(columns["pieces"])
@@ -58,7 +77,8 @@ def _group(group: Mapping[str, Any], number: int) -> str:
     responses = group["responses"]
     correct = sum(r["status"] == "correct" for r in responses)
     marks = "".join(f'<i class="{_status(r)}" title="{_status(r)}"></i>' for r in responses)
-    inside = "".join(_response(r, n) for n, r in enumerate(responses, number))
+    prompt = group["prompt"]
+    inside = "".join(_response(r, n, prompt) for n, r in enumerate(responses, number))
     return (
         f'<details class="group"><summary><span class="prompt">{escape(_preview(group["prompt"]))}'
         f'</span><span class="marks">{marks}</span>'
@@ -78,17 +98,56 @@ def _origin(group: Mapping[str, Any]) -> str:
     )
 
 
-def _response(response: Mapping[str, Any], number: int) -> str:
+def _response(response: Mapping[str, Any], number: int, prompt: str) -> str:
     status = _status(response)
-    truncated = '<span class="truncated">truncated</span>' if response["truncated"] else ""
+    cut = f"cut by {response['cut_by']}" if response.get("cut_by") else "truncated"
+    truncated = f'<span class="truncated">{escape(cut)}</span>' if response["truncated"] else ""
+    turns = f" in {len(response['turns'])} turns" if response.get("turns") else ""
+    note = response.get("note", "")
+    noted = f'<div class="caption">{_long(note)}</div>' if note else ""
     return (
         f'<details class="response {status}"><summary>'
         f'<span class="status">{status.replace("_", " ")}</span>'
         f'<span class="reward">{response["reward"]:+.2f}</span>'
-        f'<span class="length">{response["num_tokens"]:,} tokens</span>{truncated}'
+        f'<span class="length">{response["num_tokens"]:,} tokens{turns}</span>{truncated}'
         f'<span class="preview">{escape(_preview(response["text"]))}</span></summary>'
-        f'<pre data-response="{number}">{_long(response["text"])}</pre></details>'
+        f'{noted}{_begun(response, prompt)}<pre data-response="{number}">{_text(response)}</pre>'
+        "</details>"
     )
+
+
+def _text(response: Mapping[str, Any]) -> str:
+    """A response's text; an episode's actions, each with its reward and what was observed."""
+    turns = response.get("turns")
+    if not turns:
+        return _long(response["text"])
+    shown = _shown_turns(response)
+    most, parts = _most_of(shown), []
+    for number, turn in enumerate(shown, 1):
+        parts.append(_long(turn["action"], most))
+        parts.append(f'<span class="turn">turn {number}, reward {turn["reward"]:+g}</span>')
+        if turn["observation"]:
+            parts.append(f'<span class="observation">{_long(turn["observation"], most)}</span>')
+    if left_out := len(turns) - len(shown):
+        parts.append(f'<span class="gap">{left_out} turns left out; see rollouts/</span>')
+    return "".join(parts)
+
+
+def _begun(response: Mapping[str, Any], prompt: str) -> str:
+    """What an environment has said before any action: where the prompt goes on otherwise."""
+    begin = response.get("begin", "")
+    rest = begin[len(os.path.commonprefix([begin, prompt])) :]
+    return f'<pre class="observation">{_long(rest)}</pre>' if rest else ""
+
+
+def _shown_turns(response: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    turns: Sequence[Mapping[str, Any]] = response.get("turns", ())
+    return turns[:_MAX_SHOWN_TURNS]
+
+
+def _most_of(turns: Sequence[Any]) -> int:
+    """Characters of each action and observation, all of which have the share of a response."""
+    return _MAX_CHARACTERS // (2 * len(turns))
 
 
 def _status(response: Mapping[str, Any]) -> str:
@@ -99,12 +158,18 @@ def _preview(text: str) -> str:
     return visible(" ".join(text[:400].split()))[:200]
 
 
-def _long(text: str) -> str:
+def _long(text: str, most: int = _MAX_CHARACTERS) -> str:
     """Escape a text; a very long one is truncated in the middle."""
-    text = visible(text)
-    left_out = len(text) - _MAX_CHARACTERS
-    if left_out <= 0:
-        return escape(text)
-    half = _MAX_CHARACTERS // 2
+    first, *rest = _shortened(text, most)
+    if not rest:
+        return escape(first)
+    left_out, last = rest
     note = f"<span class='gap'>{left_out:,} characters left out; see rollouts/</span>"
-    return escape(text[:half]) + note + escape(text[-half:])
+    return escape(first) + note + escape(last)
+
+
+def _shortened(text: str, most: int = _MAX_CHARACTERS) -> list[Any]:
+    """Return [text], or [its beginning, characters left out, its end] of a longer one."""
+    text = visible(text)
+    left_out, half = len(text) - most, most // 2
+    return [text] if left_out <= 0 else [text[:half], len(text) - 2 * half, text[-half:]]
