@@ -126,10 +126,10 @@ def test_every_turn_is_prompted_with_the_rows_variables(tokenizer, kwargs):
     )
     asked = dataclasses.replace(asked, prompt=prompt)
     first = answered(found, play, asked, Played("A coin."))
-    assert tokenizer.decode(first.prompt.token_ids).endswith(
+    assert tokenizer.decode(first.prompt["token_ids"]).endswith(
         "\n<|im_start|>user\nA coin.<|im_end|>\n<|im_start|>assistant\n<quiet>"
     )
-    turn = dataclasses.replace(rollout(tokenizer, "left"), prompt=first.prompt)
+    turn = dataclasses.replace(rollout(tokenizer, "left"), prompt=prompt)
     text = tokenizer.decode(answered(found, play, turn, Played("wall")).ids)
     assert text == "\n<|im_start|>user\nwall<|im_end|>\n<|im_start|>assistant\n<quiet>"
 

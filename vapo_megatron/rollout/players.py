@@ -109,7 +109,7 @@ class EnvironmentPlayers:
             try:
                 said = self._shortened(played.observation)
                 if rollout.token_ids:
-                    ids = self._tokens.after_action(said, _variables(prompt))
+                    ids = self._tokens.after_action(said, _variables(rollout.prompt))
                 else:
                     prompt = self._begun(rollout.prompt, said)
             except DataError as error:
