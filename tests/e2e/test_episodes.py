@@ -127,7 +127,7 @@ def sampled(run_dir, step):
     return [item.rollout.token_ids for item in dumped(run_dir, step)]
 
 
-@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_rollout_worker_plays(launch, given, straight, tmp_path, lag):
     more = [*APART, f"rollout.lag={lag}"]
     ended(launch(main, [*given, *more, into(tmp_path)], world_size=2))
@@ -139,6 +139,7 @@ def test_a_rollout_worker_plays(launch, given, straight, tmp_path, lag):
     assert "rollout/turns_mean" in rows(tmp_path)[1]
 
 
+@pytest.mark.slow
 def test_rounds_of_dynamic_sampling(launch, given, tmp_path):
     more = ["algorithm.dynamic_sampling=true", "algorithm.dynamic_sampling_max_rounds=3"]
     ended(launch(main, [*given, *more, into(tmp_path)]))

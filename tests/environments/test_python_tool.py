@@ -69,11 +69,11 @@ def episode():
 def sandboxes():
     """Return the sandboxes' processes below this one, and those that nobody waits for."""
     below = psutil.Process().children(recursive=True)
-    orphans = [p for p in psutil.process_iter() if p.ppid() == 1]
     found = []
-    for process in (*below, *orphans):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if any("sandbox/template.py" in part for part in process.cmdline()):
+    for process in (*below, *psutil.process_iter()):
+        with contextlib.suppress(psutil.Error):  # It may have ended.
+            is_one = any("sandbox/template.py" in part for part in process.cmdline())
+            if is_one and (process in below or process.ppid() == 1):
                 found.append(process)
     return found
 
