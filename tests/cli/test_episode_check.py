@@ -49,7 +49,7 @@ def test_a_dry_run_shows_what_the_policy_would_see(tmp_path):
     text = "\n".join(lines)
     assert " Guess!<|im_end|>\n    | <|im_start|>assistant" in text
     assert "an action, made up (2 tokens):\n    | 1<|im_end|>" in text
-    assert "    | higher<|im_end|>" in text or "the episode is over" in text
+    assert "    | higher<|im_end|>" in text and "the episode is over" not in text
 
 
 def test_without_an_environment_there_is_nothing(tmp_path):

@@ -143,10 +143,17 @@ def test_a_rollout_worker_plays(launch, given, straight, tmp_path, lag):
 def test_rounds_of_dynamic_sampling(launch, given, tmp_path):
     more = ["algorithm.dynamic_sampling=true", "algorithm.dynamic_sampling_max_rounds=3"]
     ended(launch(main, [*given, *more, into(tmp_path)]))
+    alike = []
     for step in range(2, STEPS + 1):
-        rewards = [item.total_reward for item in dumped(tmp_path, step)]
+        scored = dumped(tmp_path, step)
+        rewards = [item.total_reward for item in scored]
         groups = [rewards[i : i + 4] for i in range(0, NUM_RESPONSES, 4)]
         assert all(len(set(group)) > 1 for group in groups), "mixed by their rewards"
+        # Verdicts alone would have dropped it, or taken it to fill up.
+        correct = [item.is_correct for item in scored]
+        alike += [len(set(correct[i : i + 4])) == 1 for i in range(0, NUM_RESPONSES, 4)]
+        assert rows(tmp_path)[step]["rollout/groups_filled"] == 0
+    assert any(alike), "a group whose verdicts are all the same"
 
 
 def test_a_failing_environment_stops_the_run(launch, given, tmp_path):

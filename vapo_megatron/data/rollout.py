@@ -129,6 +129,11 @@ class Rollout:
         return places
 
     @property
+    def is_paid(self) -> bool:
+        """Episode.is_paid."""
+        return self.episode is not None and self.episode.is_paid
+
+    @property
     def last_action(self) -> array[int]:
         """The tokens of the last turn; of a response without an environment, all of them."""
         return self.token_ids[self.turns[-2].end if len(self.turns) > 1 else 0 :]

@@ -10,7 +10,7 @@ from vapo_megatron.reward.user_code import load
 
 
 class FiveTuple:
-    """An environment; see step.py. A subclass makes what it plays.
+    """An environment; see step.py. A subclass has what makes a registered one.
 
     Actions are given as the policy wrote them. An observation is text; where the info that comes
     with it has a `prefix` or `suffix`, as GEM's games have, these are put around it. What the row's
@@ -28,6 +28,9 @@ class FiveTuple:
         ValueError: there are neither or both of id and entry.
     """
 
+    registered: Callable[[str], Callable[..., Any]]
+    """A registered environment's id -> what makes it of its options; a class has its own."""
+
     def __init__(
         self,
         id: str | None = None,
@@ -38,13 +41,8 @@ class FiveTuple:
         if (id is None) == (entry is None):
             raise ValueError(f"id={id} and entry={entry}: exactly one of them must be given")
         self._columns = columns or []
-        make: Callable[..., Any] = load(entry) if entry is not None else self._make(str(id))
+        make: Callable[..., Any] = load(entry) if entry is not None else self.registered(str(id))
         self._environment = make(**(options or {}))
-
-    @staticmethod
-    def _make(id: str) -> Callable[..., Any]:
-        """Return what makes a registered environment of its options."""
-        raise NotImplementedError
 
     def reset(self, problem: Any, seed: int) -> str:
         """Begin -> the first observation, which follows the prompt."""

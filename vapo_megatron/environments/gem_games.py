@@ -20,5 +20,6 @@ class Gem(FiveTuple):
     """See FiveTuple; an id is one that gem.make takes, such as game:GuessTheNumber-v0-easy."""
 
     @staticmethod
-    def _make(id: str) -> Callable[..., Any]:
+    def registered(id: str) -> Callable[..., Any]:
+        """Return what makes it."""
         return functools.partial(gem.make, id)

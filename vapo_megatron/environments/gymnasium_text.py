@@ -15,6 +15,7 @@ class Gymnasium(FiveTuple):
     """See FiveTuple; an id may be "module:NAME-v0", whose module is imported first."""
 
     @staticmethod
-    def _make(id: str) -> Callable[..., Any]:
+    def registered(id: str) -> Callable[..., Any]:
+        """Return what makes it."""
         # Its checker warns of characters beyond those that a space of text names.
         return functools.partial(gymnasium.make, id, disable_env_checker=True)

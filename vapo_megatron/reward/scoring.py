@@ -149,12 +149,10 @@ def score_rollouts(
             scored.append(ScoredRollout(rollout, text, PENDING, math.nan, token_rewards=earned))
             continue
         verifier = rollout.prompt.problem.verifier or reward.verifier
-        number = 0.0
-        if rollout.episode is None or not rollout.episode.is_paid:
-            number = shaped_reward(
-                verdict, rollout.truncated, len(rollout.token_ids), reward, max_response_tokens,
-                verifier,
-            )  # fmt: skip
+        number = shaped_reward(
+            verdict, rollout.truncated, len(rollout.token_ids), reward, max_response_tokens,
+            verifier, is_paid=rollout.is_paid,
+        )  # fmt: skip
         scored.append(
             ScoredRollout(
                 rollout, text, verdict.status, number, verdict.score, verdict.note, verdict.metrics,

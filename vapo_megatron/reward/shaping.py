@@ -105,6 +105,8 @@ def shaped_reward(
     reward: RewardConfig,
     max_response_tokens: int,
     verifier: str,
+    *,
+    is_paid: bool = False,
 ) -> float:
     """Return the reward of a whole response.
 
@@ -116,18 +118,29 @@ def shaped_reward(
         reward: the values; `overlong_penalty` scales the penalty.
         max_response_tokens: the sampling limit.
         verifier: its name, for reward.scales.
+        is_paid: see base_reward.
     """
     punishment = soft_overlong_punishment(
         response_length, max_response_tokens, reward.overlong_buffer_tokens
     )
-    base = base_reward(verdict, reward, verifier, truncated=truncated)
+    base = base_reward(verdict, reward, verifier, truncated=truncated, is_paid=is_paid)
     return base + reward.overlong_penalty * punishment
 
 
 def base_reward(
-    verdict: Verdict, reward: RewardConfig, verifier: str, *, truncated: bool = False
+    verdict: Verdict,
+    reward: RewardConfig,
+    verifier: str,
+    *,
+    truncated: bool = False,
+    is_paid: bool = False,
 ) -> float:
-    """Return the reward without the punishment of length; see shaped_reward."""
+    """Return the reward without the punishment of length; see shaped_reward.
+
+    is_paid: the rewards of an episode's turns are all (Episode.is_paid); the verdict has none.
+    """
+    if is_paid:
+        return 0.0
     if reward.from_score is not None and verdict.score is not None:
         return scaled_score(verdict.score, reward, verifier)
     correct, incorrect, truncated_correct = _of_status(reward, verifier)

@@ -141,9 +141,10 @@ def _rewards_differ(scored: Sequence[ScoredRollout], sizes: Tensor, reward: Rewa
     for item, number in zip(scored, _numbers(scored, sizes).tolist()):
         verifier = item.rollout.prompt.problem.verifier or reward.verifier
         verdict = Verdict(cast(Status, item.status), item.score)
-        base = 0.0
-        if item.rollout.episode is None or not item.rollout.episode.is_paid:
-            base = base_reward(verdict, reward, verifier, truncated=item.rollout.truncated)
+        rollout = item.rollout
+        base = base_reward(
+            verdict, reward, verifier, truncated=rollout.truncated, is_paid=rollout.is_paid
+        )
         total, of_group = base + item.earned, highest[:, number]
         torch.maximum(of_group, torch.tensor([total, -total]).to(of_group), out=of_group)
     highest = max_over_world(highest)

@@ -75,9 +75,8 @@ def evaluate(
     Returns:
         On every rank (metrics, correct): evaluation/avg@K, pass@K, majority@K, response_length_mean
         and truncated_fraction over all problems, with reward.from_score or an environment also
-        reward_mean; avg@K,
-        reward_mean and response_length_mean over those of each label; each problem's number of
-        correct responses of K.
+        reward_mean; avg@K, reward_mean and response_length_mean over those of each label; each
+        problem's number of correct responses of K.
 
     Raises:
         Stopped: on every rank: one of them has no time left.
@@ -219,7 +218,7 @@ def _response(
         "num_tokens": len(rollout.token_ids),
         "truncated": rollout.truncated,
         **({"earned": sum(t.reward for t in rollout.turns)} if rollout.turns else {}),
-        **({"is_paid": True} if rollout.episode and rollout.episode.is_paid else {}),
+        **({"is_paid": True} if rollout.is_paid else {}),
         **({} if kept_by is None else {"text": judged.text}),
         **({"note": judged.verdict.note} if judged.verdict.status in FAILED else {}),
         **_turns(rollout, kept_by),

@@ -46,11 +46,12 @@ def response_reward(response: Mapping[str, Any], reward: RewardConfig, verifier:
         reward: turns a verdict into a number.
         verifier: the name of the one that judged it.
     """
-    earned = float(response.get("earned", 0.0))
-    if response.get("is_paid"):
-        return earned
     verdict = Verdict(response["status"], response["score"], response["answer"])
-    return earned + base_reward(verdict, reward, verifier, truncated=bool(response["truncated"]))
+    base = base_reward(
+        verdict, reward, verifier, truncated=bool(response["truncated"]),
+        is_paid=bool(response.get("is_paid")),
+    )  # fmt: skip
+    return float(response.get("earned", 0.0)) + base
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
