@@ -29,7 +29,7 @@ TOKENS_BETWEEN_QUESTIONS = 64
 """Decoding steps between two checks whether there is time for more."""
 
 TOKENS_BETWEEN_TURNS = 4
-"""Decoding steps between two looks at what responses are waiting for."""
+"""Decoding steps between two looks at what responses are waiting for, where ranks must agree."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,8 +111,8 @@ class Waiting(NamedTuple):
     number: Callable[[], int]
     """How many there are."""
     back: Callable[[bool], Sequence[Request]]
-    """Called every TOKENS_BETWEEN_TURNS decoding steps while there are some, and with True while
-    nothing is being sampled: it may then take a moment. Returns those that go on now."""
+    """Called every few decoding steps while there are some, and with True while nothing is being
+    sampled: it may then take a moment. Returns those that go on now."""
 
 
 class Work(NamedTuple):

@@ -60,6 +60,8 @@ def complete(
         Stopped: on all ranks of the replica: one of them has no time left.
     """
     running, begun, finished = set[str](), 0, 0
+    alone = dist.get_world_size(vllm_groups.get_tp_group().cpu_group) == 1
+    between_turns = 1 if alone else TOKENS_BETWEEN_TURNS
 
     def begin(asked: Sequence[Asked]) -> None:
         for number, token_ids, parameters in asked:
@@ -80,7 +82,7 @@ def complete(
                 assert isinstance(output, RequestOutput)
                 running.remove(output.request_id)
                 keep(int(output.request_id), output.outputs[0])
-            if waiting() and (is_idle or token % TOKENS_BETWEEN_TURNS == 0):
+            if waiting() and (is_idle or token % between_turns == 0):
                 begin(back(is_idle))
             left = len(running) + waiting()
             if left < begun - finished:
