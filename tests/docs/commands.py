@@ -90,6 +90,7 @@ RUNS = (
     Run("bash examples/run_concise_tiny.sh", by="tests/examples/test_concise.py"),
     Run("bash examples/run_credit_tiny.sh", by="tests/examples/test_credit.py"),
     Run("bash examples/run_turns_tiny.sh", by="tests/examples/test_turns.py"),
+    Run("bash examples/run_guess_tiny.sh", by="tests/examples/test_guess.py"),
     Run("python examples/tiny/credit/train.py", by="tests/examples/test_keys.py"),
     Run("bash examples/run_vapo_qwen32b.sh --", is_quick=True, shows="world_size: 128\n"),
     Run("NNODES=16", LARGE_RUN, shows="done: runs/qwen2.5_32b/report.html"),

@@ -1,0 +1,41 @@
+"""GEM's game: what plans its runs. Training on it is slow: the package comes from an index."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.examples.tiny import ROOT
+
+# isort: split
+from guess import main
+
+
+def test_returns_are_read_by_step():
+    rows = [{"step": 0, main.RETURN: 0.7}, {"step": 1}, {"step": 10, main.RETURN: 0.9}]
+    assert main.returns(rows) == {0: 0.7, 10: 0.9}
+    other = [{"step": 0, main.RETURN: 0.7}, {"step": 5, main.RETURN: 0.8}]
+    found = main.columns({"vapo": {0: rows}, "grpo": {0: other}})
+    cells = {
+        name: cell({"vapo": {0: rows}, "grpo": {0: other}}, "grpo") for name, cell in found.items()
+    }
+    assert cells == {
+        "before": "0.700", "in the end": "0.800", "each seed": "0.800",
+        "less the first arm": "-0.100, below in 1 of 1",
+    }  # fmt: skip
+
+
+def test_what_starts_the_runs_loads_no_torch():
+    """Their processes are forked from it, and would inherit its threads."""
+    code = "import sys, guess.main; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT / "examples/tiny", check=True)
+
+
+@pytest.mark.slow
+def test_the_quick_form(tmp_path):
+    subprocess.run(
+        ["bash", "examples/run_guess_tiny.sh", "--quick", "--out", str(tmp_path)], cwd=ROOT,
+        check=True, timeout=900,
+    )  # fmt: skip
+    table = (tmp_path / "table.md").read_text()
+    assert "| VAPO |" in table and "| GRPO |" in table and "after 5 steps" in table
