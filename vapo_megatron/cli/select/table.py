@@ -19,8 +19,8 @@ METADATA_KEY = b"vapo_megatron.select"
 """Key of the rules and counts, as JSON, in the parquet file's metadata."""
 
 
-def check_out(out: Path) -> None:
-    """Refuse to replace what is no selection.
+def check_out(out: Path, key: bytes = METADATA_KEY, kind: str = "selection") -> None:
+    """Refuse to replace what is no file of this kind; key: what such a file's metadata has.
 
     Raises:
         DataError: names the file.
@@ -29,8 +29,8 @@ def check_out(out: Path) -> None:
         raise DataError(f"--out={out} must end in .parquet; change it")
     if out.exists():
         with parquet_file(out) as file:
-            if METADATA_KEY not in (file.schema_arrow.metadata or {}):
-                raise DataError(f"--out={out} exists and is no selection; give another file")
+            if key not in (file.schema_arrow.metadata or {}):
+                raise DataError(f"--out={out} exists and is no {kind}; give another file")
 
 
 def source_table(data: Path, columns: DataConfig, problems: Sequence[Problem]) -> Any:
