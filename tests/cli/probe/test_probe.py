@@ -277,10 +277,11 @@ def test_samples_of_an_unfinished_evaluation_and_of_episodes(place, probe):
 def test_the_verifier_is_the_samples_own(place, probe):
     # By exact the prefix's last line is its answer, and right.
     lines = [[response(0, "wrong", "2\nAnswer: 3", "3")]]
-    reward = {"verifier": "exact", "verifiers": {"exact": {"kind": "text"}}}
-    samples = place(*lines, reward=reward)
-    text = samples.read_text().replace('"verifier": "math", "resp', '"verifier": "exact", "resp')
-    samples.write_text(text)
-    code, told = probe("self", "--samples", samples)
-    assert code == 2 and "already answers right ('2')" in told
+    # A line's verifier comes before the run's.
+    for name in ("exact", "math"):
+        samples = place(*lines, reward={"verifier": name, "verifiers": {"exact": {}}})
+        text = samples.read_text()
+        samples.write_text(text.replace('"verifier": "math", "resp', '"verifier": "exact", "resp'))
+        code, told = probe("self", "--samples", samples)
+        assert code == 2 and "already answers right ('2')" in told
     assert probe("self", "--samples", place(*lines))[0] == 0, "math wants a marker"
