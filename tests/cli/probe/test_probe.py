@@ -5,14 +5,20 @@ what goes on from the prefixes.
 """
 
 import json
+import random
+import re
+import shlex
+from pathlib import Path
 
 import pyarrow.parquet
 import pytest
 
 from vapo_megatron.cli.main import main
+from vapo_megatron.cli.probe.corrupt import corruptions
 from vapo_megatron.cli.probe.probes import METADATA_KEY
 from vapo_megatron.data.problems import load_problems
 
+ROOT = Path(__file__).resolve().parents[3]
 ROWS = [
     {"prompt": "1+1?", "answer": 2, "topic": "a"},
     {"prompt": "2+2?", "answer": 4, "topic": "b"},
@@ -285,3 +291,24 @@ def test_the_verifier_is_the_samples_own(place, probe):
         code, told = probe("self", "--samples", samples)
         assert code == 2 and "already answers right ('2')" in told
     assert probe("self", "--samples", place(*lines))[0] == 0, "math wants a marker"
+
+
+def test_the_commands_of_the_page(place, monkeypatch, capsys):
+    """On its files: samples in runs/evaluation, and chains in data/gsm8k.jsonl."""
+    directory = place.directory
+    monkeypatch.chdir(directory)
+    of_run = directory / "runs/evaluation/runs/tiny/seed_0/vapo/test.jsonl"
+    (directory / "data").mkdir()
+    of_run.parent.mkdir(parents=True)
+    place().rename(of_run)
+    rows = [{"prompt": c["question"], "answer": c["target"], **c} for c in CHAINS]
+    (directory / "data/gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = (ROOT / "docs/evaluation.md").read_text()
+    for text in re.findall(r"^vapo probe .*$", page, re.M):
+        assert main(shlex.split(text)[1:]) == 0, capsys.readouterr().err
+    assert [row["prefix"] for row in written("data/self.parquet")][0] == "I add."
+    assert {row["task"] for row in written("data/arithmetic.parquet")} == {"gsm8k_adv"}
+    # The page's example is a chain that the command may make.
+    given, corrupted = re.findall(r"^\| (?:given|prefix) \| `(.*)` \|$", page, re.M)
+    found = [c.chain for c in corruptions(given, "", random.Random(0))]
+    assert corrupted in found

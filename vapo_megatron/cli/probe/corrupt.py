@@ -21,9 +21,9 @@ _NUMBER = re.compile(
 )
 _OPERAND = r"\(*\s*\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)\s*\)*"
 _EXPRESSION = re.compile(
-    rf"(?<![\w.)%])(?P<left>{_OPERAND}(?:\s*[-+*/×÷−]\s*{_OPERAND})+)\s*=\s*\$?(?=[\d.])"
+    rf"(?<![\w.)%])(?P<left>{_OPERAND}(?:\s*[-+*/\u00d7\u00f7\u2212]\s*{_OPERAND})+)\s*=\s*\$?(?=[\d.])"
 )
-_OPERATORS = str.maketrans({"×": "*", "÷": "/", "−": "-", "$": None, ",": None})
+_OPERATORS = str.maketrans({"\u00d7": "*", "\u00f7": "/", "\u2212": "-", "$": None, ",": None})
 _CHANGES = (-2, -1, 1, 2)
 """By how much a number may be wrong, in units of its last digit."""
 _MOST_DECIMALS = 2
