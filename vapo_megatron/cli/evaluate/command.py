@@ -51,7 +51,9 @@ def _evaluate(options: argparse.Namespace, worker: Sequence[str]) -> Path | None
     if config.parallel.world_size > 1 and not under_torchrun():
         samples.check_out(out, evaluation)
         shared.become_torchrun(config.parallel.world_size, worker)
-    found = evaluate_checkpoint(evaluation, config, out, options.batch)
+    found = evaluate_checkpoint(
+        evaluation, config, out, options.batch, keeps_tokens=options.token_ids
+    )
     if found is None:
         return None
     step = evaluation.header.get("step")
@@ -108,6 +110,10 @@ def _parser() -> Parser:
         "--out", type=Path, metavar="FILE",
         help="default: runs/evaluation/PATH/DATA.jsonl, where PATH is the checkpoint's; the "
         "summary has the same name, ending in .json",
+    )  # fmt: skip
+    files.add_argument(
+        "--token-ids", action="store_true",
+        help="write responses' token ids, too (vapo trajectories --revise)",
     )  # fmt: skip
     shared.add_sampling(parser)
     probes = parser.add_argument_group("responses that have begun (docs/evaluation.md)")
