@@ -172,6 +172,10 @@ def _sample(
             stack.callback(episodes.close)
         engine = build_engine(evaluation, config)
         stack.callback(engine.shutdown)
+        probe, reflects = evaluation.probe, None
+        if probe is not None and verifier is not None:
+            reflects = probe.start(config.reward)
+            stack.callback(reflects.close if reflects else lambda: None)
         tokenizer = evaluation.inputs.tokenizer
         bar = stack.enter_context(ProgressBar("responses", after_seconds=0.0))
         part = stack.enter_context(part_of(out, engine.replica).open("ab"))
@@ -186,6 +190,8 @@ def _sample(
             # Only the first rank of a replica has what was judged.
             if judged:
                 _check(judged, config.reward, evaluation.dataset)
+                if probe is not None and probe.asks_reflection:
+                    probe.add_reflects(judged, reflects)
                 append(part, [_line(*pair, config.reward) for pair in judged])
             written += len(judged)
     # A replica that lost problems must not go unnoticed: parts are merged afterwards.
