@@ -33,6 +33,7 @@ COMMANDS = {
     "trajectories": Command(
         "trajectories.command", "Sample episodes to train on later, or shorten right responses."
     ),
+    "states": Command("states.command", "Make prompts of the states of trajectories."),
     "report": Command("report", "Write an HTML report of a run, or a comparison of several."),
     "benchmark": Command("benchmark.command", "Time parts of the package against plain code."),
     "gradients": Command("gradients", "Compare the gradients of two layouts."),

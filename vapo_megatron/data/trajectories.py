@@ -259,14 +259,15 @@ def _trajectory(row: dict[str, Any], header: Header, where: str) -> Trajectory:
         if not is_right:
             _refuse(where, field, row.get(field), rule, "correct or remove the line")
 
-    question, sample, given = row.get("question_id"), row.get("sample"), row.get("steps")
+    question: Any = row.get("question_id")
+    sample: Any = row.get("sample")
+    given: Any = row.get("steps")
     need("question_id", _is_count(question) or _is_text(question), "a number from 0, or a text")
     need("sample", _is_count(sample), "a number from 0")
     outcome, truncated = row.get("outcome"), row.get("truncated", False)
     need("outcome", isinstance(outcome, bool | None), "true, false or null")
     need("truncated", isinstance(truncated, bool), "true or false")
     need("steps", isinstance(given, list) and bool(given), "a list of one step at least")
-    assert isinstance(given, list)
     steps = [_step(step, i, header, where) for i, step in enumerate(given)]
     _check_observations(steps, truncated, where)
     columns = {name: value for name, value in row.items() if name not in _OWN}
@@ -299,7 +300,8 @@ def _step(step: Any, index: int, header: Header, where: str) -> Step:
             name = f"steps[{index}].{field}"
             _refuse(where, name, known.get(field), rule, "correct or remove the line")
 
-    action, observation = known.get("action"), known.get("observation")
+    action: Any = known.get("action")
+    observation: Any = known.get("observation")
     process, note = known.get("process"), known.get("note") or ""
     need("action", _is_text(action) and bool(action.strip()), "a text that says something")
     need("process", process is None or process in (0, 1), "1, 0 or null")
