@@ -117,9 +117,9 @@ def credit(
         logprobs, advantages, values: [B, turns], at the choices; values None: there is no critic.
 
     Returns:
-        All None without an episode. good_choices: their share. correlation: of estimated and true advantages; None if one of
+        good_choices: their share. correlation: of estimated and true advantages; None if one of
         them is constant. explained, best_explained: by turn, of the rewards, by the critic's values
-        (None without a critic) and by the exact ones.
+        (None without a critic) and by the exact ones. All None without an episode.
     """
     if not len(seen):
         return dict.fromkeys(("good_choices", "correlation", "explained", "best_explained"))
