@@ -134,6 +134,7 @@ RUNS = (
     Run("vapo select", (*EVALUATION, "--pass-rate", "0", "1"), shows=" kept\n"),
     Run("vapo probe self --samples runs/evaluation", by="tests/cli/probe/test_probe.py"),
     Run("vapo probe arithmetic --data data/gsm8k.jsonl", by="tests/cli/probe/test_probe.py"),
+    Run("vapo states runs/trajectories.jsonl", by="tests/docs/test_trajectories.py"),
     Run("vapo plan --model Qwen2.5-32B --gpus 64", is_quick=True,
         shows=" 3354 s a step (2449 to 4830)\n"),
     Run("vapo plan --model Qwen3-32B --gpus 32 --vllm-share 0.6", is_quick=True,

@@ -90,8 +90,8 @@ def load_problems(
             # First, since its column may be the prompt's, which the row loses.
             critic_prompt = None
             if critic_prompt_column is not None:
-                critic_prompt = _prompt(row, critic_prompt_column, where, render)
-            prompt, answer = _prompt(row, prompt_column, where, render), ""
+                critic_prompt = rendered_prompt(row, critic_prompt_column, where, render)
+            prompt, answer = rendered_prompt(row, prompt_column, where, render), ""
             del row[prompt_column]
             if answer_column is not None:
                 try:
@@ -209,7 +209,8 @@ def _check_columns(columns: Mapping[str, str], present: Iterable[str], where: st
             )
 
 
-def _prompt(row: Mapping[str, Any], column: str, where: str, render: Render | None) -> str:
+def rendered_prompt(row: Mapping[str, Any], column: str, where: str, render: Render | None) -> str:
+    """Return the text of a row's prompt; see load_problems. DataError: `where` names the row."""
     if render is None and isinstance(row[column], list):
         return prompt_text(row[column], column, where)
     messages, options = read_prompt(row, column, where)

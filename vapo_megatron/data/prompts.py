@@ -38,6 +38,8 @@ class PromptDataset:
             empty text.
         on_progress: called with (tokenized, all) problems.
         left_out: see leave_out.
+        begun: the tokens that a problem's response starts with, which follow those of its prompt;
+            None: none.
 
     Raises:
         DataError: a prompt has no tokens or too many, or nothing is left.
@@ -57,6 +59,7 @@ class PromptDataset:
         begin: Sequence[int] | None = None,
         on_progress: OnProgress | None = None,
         left_out: Mapping[int, str] | None = None,
+        begun: Callable[[Problem], Sequence[int]] | None = None,
     ) -> None:
         self.path = path
         self._rows = list(problems)
@@ -73,7 +76,8 @@ class PromptDataset:
         self._critic_token_ids: list[array.array[int] | None] = []
         for index, problem in enumerate(self._rows):
             text, own = problem.prompt, problem.critic_prompt
-            self._token_ids.append(self._tokenized(index, text, tokenize, max_prompt_tokens))
+            more = () if begun is None else begun(problem)
+            self._token_ids.append(self._tokenized(index, text, tokenize, max_prompt_tokens, more))
             self._critic_token_ids.append(
                 None if own is None else self._tokenized(index, own, tokenize, max_prompt_tokens)
             )
@@ -87,7 +91,12 @@ class PromptDataset:
         self.leave_out(left_out or {})
 
     def _tokenized(
-        self, index: int, text: str, tokenize: Callable[[str], Sequence[int]], limit: int
+        self,
+        index: int,
+        text: str,
+        tokenize: Callable[[str], Sequence[int]],
+        limit: int,
+        more: Sequence[int] = (),
     ) -> array.array[int]:
         # 4 bytes a token; a tuple of Python integers would take ten times as much.
         token_ids = array.array("i", tokenize(text))
@@ -100,6 +109,7 @@ class PromptDataset:
         where = f"{self.path}: problem {index} (from 0)"
         if not token_ids:
             raise DataError(f"{where} has no tokens: {text!r}; remove it")
+        token_ids.extend(more)
         if len(token_ids) > limit:
             raise DataError(
                 f"{where} has {len(token_ids)} tokens, more than rollout.max_prompt_tokens={limit}:"

@@ -23,6 +23,7 @@ from vapo_megatron.cli.command import Parser, under_torchrun
 from vapo_megatron.cli.sampling import options as shared
 
 if TYPE_CHECKING:
+    from vapo_megatron.cli.sampling.probes import Probe
     from vapo_megatron.rollout.evaluation.statistics import Estimate
 
 
@@ -41,13 +42,18 @@ def _evaluate(options: argparse.Namespace, worker: Sequence[str]) -> Path | None
         options.checkpoint, shared.sampling_overrides(options), shared.num_processes(options.nproc)
     )
     out = options.out or default_out(options.checkpoint, options.data)
-    evaluation = inputs.check(options.checkpoint, options.data, config, out)
+    probe = _probe(options)
+    if probe is not None:
+        probe.check(config)
+    evaluation = inputs.check(options.checkpoint, options.data, config, out, probe)
     if not under_torchrun():
         tell_warnings(evaluation.inputs)
     if config.parallel.world_size > 1 and not under_torchrun():
         samples.check_out(out, evaluation)
         shared.become_torchrun(config.parallel.world_size, worker)
-    found = evaluate_checkpoint(evaluation, config, out, options.batch)
+    found = evaluate_checkpoint(
+        evaluation, config, out, options.batch, keeps_tokens=options.token_ids
+    )
     if found is None:
         return None
     step = evaluation.header.get("step")
@@ -56,6 +62,14 @@ def _evaluate(options: argparse.Namespace, worker: Sequence[str]) -> Path | None
     for name, (count, statistics) in found.by_verifier.items():
         _print_table(statistics, f"{count} of {evaluation.header['num_problems']} problems: {name}")
     return out
+
+
+def _probe(options: argparse.Namespace) -> Probe | None:
+    from vapo_megatron.cli.sampling.probes import Probe
+
+    words = tuple(word.strip() for word in options.reflects_words.split(",") if word.strip())
+    probe = Probe(options.prefix_column, options.trigger, options.reflects, words)
+    return None if probe == Probe() else probe
 
 
 def default_out(checkpoint: Path, data: Path) -> Path:
@@ -97,6 +111,28 @@ def _parser() -> Parser:
         help="default: runs/evaluation/PATH/DATA.jsonl, where PATH is the checkpoint's; the "
         "summary has the same name, ending in .json",
     )  # fmt: skip
+    files.add_argument(
+        "--token-ids", action="store_true",
+        help="write responses' token ids, too (vapo trajectories --revise)",
+    )  # fmt: skip
     shared.add_sampling(parser)
+    probes = parser.add_argument_group("responses that have begun (docs/evaluation.md)")
+    probes.add_argument(
+        "--prefix-column", metavar="COLUMN",
+        help="column of the data with the text that a response starts with, such as a chain of "
+        "thought with an error (vapo probe); the rest of it is sampled, and judged alone",
+    )  # fmt: skip
+    probes.add_argument(
+        "--trigger", default="", metavar="TEXT", help="follows that text, such as 'Wait,'"
+    )
+    probes.add_argument(
+        "--reflects", metavar="VERIFIER",
+        help="a second verifier, with its entry in reward.verifiers: correct means that the "
+        "response reflects on what it began with",
+    )  # fmt: skip
+    probes.add_argument(
+        "--reflects-words", default="", metavar="A,B",
+        help="in place of it: a response with one of these words reflects",
+    )  # fmt: skip
     shared.add_processes(parser)
     return parser

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ from vapo_megatron.cli.sampling.inputs import Evaluation
 from vapo_megatron.cli.sampling.samples import sample_missing
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.data.storage import replace_file
-from vapo_megatron.rollout.evaluation.judging import reward_mean
+from vapo_megatron.rollout.evaluation.judging import judge_problems, reward_mean
 from vapo_megatron.rollout.evaluation.samples_file import collect, line_values
 from vapo_megatron.rollout.evaluation.statistics import Estimate, as_json, estimates
 
@@ -25,13 +26,19 @@ class Summary(NamedTuple):
 
 
 def evaluate_checkpoint(
-    evaluation: Evaluation, config: VapoConfig, out: Path, problems_per_batch: int | None = None
+    evaluation: Evaluation,
+    config: VapoConfig,
+    out: Path,
+    problems_per_batch: int | None = None,
+    *,
+    keeps_tokens: bool = False,
 ) -> Summary | None:
     """Sample and judge every problem that is missing in `out`, then summarize. Collective.
 
     Args:
         evaluation, config, out, problems_per_batch: see sample_missing; the summary has the same
             name as out, ending in .json.
+        keeps_tokens: see judge_problems.
 
     Returns:
         The statistics on rank 0, None elsewhere.
@@ -42,6 +49,7 @@ def evaluate_checkpoint(
     return sample_missing(
         evaluation, config, out, evaluation.dataset.problems, problems_per_batch,
         lambda: _sum_up(out, evaluation, config),
+        sample=functools.partial(judge_problems, keeps_tokens=keeps_tokens),
     )  # fmt: skip
 
 
