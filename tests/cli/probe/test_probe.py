@@ -265,7 +265,9 @@ def test_what_does_not_fit_is_one_line(place, probe):
         assert "\n" not in told, told
 
 
-def test_samples_of_an_unfinished_evaluation_and_of_episodes(place, probe):
+def test_samples_of_an_unfinished_evaluation_of_episodes_and_of_probes(place, probe):
+    code, told = probe("self", "--samples", place(probe={"prefix_column": "prefix"}))
+    assert code == 2 and "all.samples.jsonl is of responses that go on from a prefix, which" in told
     episode = {**response(0, "wrong", WRONG, "3"), "turns": [], "begin": ""}
     code, told = probe("self", "--samples", place([episode], *LINES[1:]))
     assert code == 2 and "problem 0 has episodes, whose turns are no chain of thought" in told

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from vapo_megatron.cli.command import Parser, run
 from vapo_megatron.config import VapoConfig, load_config
-from vapo_megatron.errors import ConfigError
+from vapo_megatron.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from vapo_megatron.cli.probe.probes import Made
@@ -60,6 +60,11 @@ def _self(options: argparse.Namespace) -> str:
     from vapo_megatron.rollout.evaluation.samples_file import read_samples
 
     header, lines = read_samples(options.samples)
+    if "probe" in header:
+        raise DataError(
+            f"{options.samples} is of responses that go on from a prefix, which are no whole "
+            "chains; give samples without one"
+        )
     # The verifiers are those that judged the samples, unless the command line names others.
     noted = [f"reward.{name}={json.dumps(v)}" for name, v in header.get("reward", {}).items()]
     config = load_config([], [*noted, *options.overrides])
