@@ -89,6 +89,7 @@ RUNS = (
     Run("bash examples/run_selection_tiny.sh", by="tests/examples/test_selection.py"),
     Run("bash examples/run_concise_tiny.sh", by="tests/examples/test_concise.py"),
     Run("bash examples/run_credit_tiny.sh", by="tests/examples/test_credit.py"),
+    Run("vapo trajectories --checkpoint models/base", by="tests/e2e/test_trajectories.py"),
     Run("bash examples/run_turns_tiny.sh", by="tests/examples/test_turns.py"),
     Run("bash examples/run_guess_tiny.sh", by="tests/examples/test_guess.py"),
     Run("python examples/tiny/credit/train.py", by="tests/examples/test_keys.py"),
