@@ -90,6 +90,7 @@ RUNS = (
     Run("bash examples/run_concise_tiny.sh", by="tests/examples/test_concise.py"),
     Run("bash examples/run_credit_tiny.sh", by="tests/examples/test_credit.py"),
     Run("vapo trajectories --checkpoint models/base", by="tests/e2e/test_trajectories.py"),
+    Run("vapo evaluate --checkpoint models/base", by="tests/e2e/test_trajectories.py"),
     Run("bash examples/run_turns_tiny.sh", by="tests/examples/test_turns.py"),
     Run("bash examples/run_guess_tiny.sh", by="tests/examples/test_guess.py"),
     Run("python examples/tiny/credit/train.py", by="tests/examples/test_keys.py"),
@@ -160,6 +161,10 @@ RUNS = (
     Run("vapo init", shows=".yaml"),
     Run("vapo train --config run.yaml --dry-run", shows="judged by math"),
     Run("vapo evaluate", EVALUATION, shows="avg@2"),
+    Run(
+        "vapo evaluate --checkpoint runs/tiny/seed_0/vapo --data data/arithmetic.parquet",
+        by="tests/e2e/test_probes.py",
+    ),
     Run("vapo convert to-megatron", ("--make-vocab-size-divisible-by=8",)),
     Run("vapo convert to-hf"),
     Run("vapo report"),

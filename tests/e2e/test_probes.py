@@ -24,7 +24,10 @@ def evaluate_twice(out, given):
     for line in read(whole)[1]:
         words = line["responses"][0]["text"].replace("\\boxed", " \\boxed").split()
         begun = " ".join(words[:5])
-        rows.append({"prompt": line["prompt"], "answer": line["answer"], "begun": begun})
+        task = "odd" if line["prompt_index"] % 2 else "even"
+        rows.append(
+            {"prompt": line["prompt"], "answer": line["answer"], "begun": begun, "task": task}
+        )
     cut.write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = [*given[:2], "--data", str(cut), *given[4:]]
     probe = ["--prefix-column", "begun", "--reflects-words", "{3},{4}"]
@@ -61,3 +64,22 @@ def test_each_says_whether_it_reflects(found):
     for line in rests:
         (response,) = line["responses"]
         assert response["reflects"] == any(w in response["text"] for w in header["probe"]["words"])
+
+
+def test_the_metrics_are_those_of_the_samples(found):
+    out, printed = found
+    _, rests = read(out / "rest.jsonl")
+    written = json.loads((out / "rest.json").read_text())["reflection"]
+    assert written.keys() == {"all", "task even", "task odd"}
+    for name, some in (("all", rests), ("task even", rests[::2]), ("task odd", rests[1::2])):
+        responses = [line["responses"][0] for line in some]
+        metrics = written[name]["metrics"]
+        shares = {
+            "accuracy": [r["status"] == "correct" for r in responses],
+            "reflection": [r["reflects"] for r in responses],
+            "accurate_explicit": [r["status"] == "correct" and r["reflects"] for r in responses],
+        }
+        for metric, values in shares.items():
+            assert metrics[metric]["value"] == pytest.approx(sum(values) / len(values))
+        assert written[name]["num_samples"] == len(some) and written[name]["num_unclear"] == 0
+    assert "reflection, by the words {3}, {4}" in printed and "task odd" in printed

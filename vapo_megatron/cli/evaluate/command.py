@@ -15,7 +15,7 @@ processes share the problems.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from vapo_megatron.cli.sampling import options as shared
 
 if TYPE_CHECKING:
     from vapo_megatron.cli.sampling.probes import Probe
+    from vapo_megatron.rollout.evaluation.reflection import Reflection
     from vapo_megatron.rollout.evaluation.statistics import Estimate
 
 
@@ -61,7 +62,16 @@ def _evaluate(options: argparse.Namespace, worker: Sequence[str]) -> Path | None
     _print_table(found.overall, f"{options.checkpoint}{of_step} on {options.data}")
     for name, (count, statistics) in found.by_verifier.items():
         _print_table(statistics, f"{count} of {evaluation.header['num_problems']} problems: {name}")
+    for task, reflected in found.reflection.items():
+        _print_table(reflected.metrics, _reflection_title(reflected, task, probe))
     return out
+
+
+def _reflection_title(found: Reflection, task: str | None, probe: Probe | None) -> str:
+    assert probe is not None
+    by = f"the words {', '.join(probe.words)}" if probe.words else f"the verifier {probe.verifier}"
+    unclear = f", {found.num_unclear} samples without a verdict left out" * bool(found.num_unclear)
+    return f"reflection{'' if task is None else f', task {task}'}, by {by}{unclear}"
 
 
 def _probe(options: argparse.Namespace) -> Probe | None:
@@ -79,7 +89,7 @@ def default_out(checkpoint: Path, data: Path) -> Path:
     return Path("runs/evaluation") / path.relative_to(start) / f"{data.stem}.jsonl"
 
 
-def _print_table(found: dict[str, Estimate], title: str) -> None:
+def _print_table(found: Mapping[str, Estimate | None], title: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -88,6 +98,9 @@ def _print_table(found: dict[str, Estimate], title: str) -> None:
     table.add_column("mean", justify="right")
     table.add_column("95% interval", justify="right")
     for name, estimate in found.items():
+        if estimate is None:
+            table.add_row(name.replace("_", " "), "-", "-")
+            continue
         form = ",.1f" if name == "response_length_mean" else ".4f"
         interval = "-"
         if estimate.low is not None and estimate.high is not None:

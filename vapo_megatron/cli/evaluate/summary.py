@@ -13,6 +13,12 @@ from vapo_megatron.cli.sampling.samples import sample_missing
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.data.storage import replace_file
 from vapo_megatron.rollout.evaluation.judging import judge_problems, reward_mean
+from vapo_megatron.rollout.evaluation.reflection import (
+    Reflection,
+    Sample,
+    reflection,
+    reflection_by_task,
+)
 from vapo_megatron.rollout.evaluation.samples_file import collect, line_values
 from vapo_megatron.rollout.evaluation.statistics import Estimate, as_json, estimates
 
@@ -23,6 +29,9 @@ class Summary(NamedTuple):
     overall: dict[str, Estimate]
     by_verifier: dict[str, tuple[int, dict[str, Estimate]]]
     """Each verifier's number of problems, and their statistics; empty where there is only one."""
+    reflection: dict[str | None, Reflection]
+    """Of all problems (None), and by the column task where there are several; empty where nobody
+    says whether responses reflect."""
 
 
 def evaluate_checkpoint(
@@ -57,18 +66,23 @@ def _sum_up(out: Path, evaluation: Evaluation, config: VapoConfig) -> Summary:
     """Return the statistics of all problems, and write them next to the file."""
     header, reward, seed = evaluation.header, config.reward, config.seed
 
-    def measured(line: Mapping[str, Any]) -> tuple[str, dict[str, float]]:
+    probe = evaluation.probe
+    asks_reflection = probe is not None and probe.asks_reflection
+
+    def measured(line: Mapping[str, Any]) -> tuple[str, dict[str, float], list[Sample]]:
         verifier, values = line["verifier"], line_values(line)
         if reward.from_score is not None or config.environment.is_on:
             values["reward_mean"] = reward_mean(line["responses"], reward, verifier)
-        return verifier, values
+        responses = line["responses"] if asks_reflection else ()
+        samples = [Sample(r["status"] == "correct", r["reflects"]) for r in responses]
+        return verifier, values, samples
 
     found = collect(out, header, measured)
     assert len(found) == len(evaluation.dataset.problems), f"{out} holds {len(found)} problems"
     groups: dict[str, list[dict[str, float]]] = {}
-    for verifier, values in found.values():
+    for verifier, values, _ in found.values():
         groups.setdefault(verifier, []).append(values)
-    overall = estimates([values for _, values in found.values()], seed)
+    overall = estimates([values for _, values, _ in found.values()], seed)
     by_verifier = {}
     if len(groups) > 1:
         by_verifier = {
@@ -81,5 +95,16 @@ def _sum_up(out: Path, evaluation: Evaluation, config: VapoConfig) -> Summary:
             name: {"num_problems": count, "statistics": as_json(statistics)}
             for name, (count, statistics) in by_verifier.items()
         }
+    reflected: dict[str | None, Reflection] = {}
+    if asks_reflection:
+        of_problems = [samples for _, _, samples in found.values()]
+        tasks = [evaluation.dataset.rows[index].metadata.get("task") for index in found]
+        reflected[None] = reflection(of_problems, seed)
+        if len(set(tasks)) > 1:
+            reflected.update(reflection_by_task(of_problems, tasks, seed).items())
+        written["reflection"] = {
+            "all" if task is None else f"task {task}": of.as_json()
+            for task, of in reflected.items()
+        }
     replace_file(out.with_suffix(".json"), json.dumps(written, indent=1) + "\n")
-    return Summary(overall, by_verifier)
+    return Summary(overall, by_verifier, reflected)
