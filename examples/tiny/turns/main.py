@@ -37,11 +37,12 @@ ARMS = {
         recipe: Arm(
             title,
             "",
-            (NO_VALUE_CHECKPOINT, IN_TOKENS),
+            # What dynamic sampling throws away would be more tokens than the others' sample.
+            (NO_VALUE_CHECKPOINT, IN_TOKENS, "algorithm.dynamic_sampling=false"),
             recipe,
             policy_steps=STEPS + READ // PER_STEP,
         )
-        for recipe, title in (("ppo", "vanilla PPO"), ("dapo", "DAPO"), ("grpo", "GRPO"))
+        for recipe, title in (("ppo", "vanilla PPO"), ("dapo", "DAPO without dynamic sampling"), ("grpo", "GRPO"))
     },
 }
 TABLE = Table(
