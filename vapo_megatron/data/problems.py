@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ class Problem:
     """The name of its file in data.sources or evaluation.sources; None: there is one file."""
     critic_prompt: str | None = None
     """What the critic is given in place of the prompt; None: the prompt."""
+    response: str | array[int] | None = dataclasses.field(default=None, hash=False)
+    """What is trained on, a text or token ids; None: responses are sampled."""
 
     @property
     def verifier(self) -> str | None:
@@ -47,6 +50,7 @@ def load_problems(
     answer_column: str | None = "answer",
     *,
     critic_prompt_column: str | None = None,
+    response_column: str | None = None,
     section: str = "data",
     source: str | None = None,
     verifier: str | None = None,
@@ -61,6 +65,7 @@ def load_problems(
         answer_column: of values that become texts, see answer_text; None: no ground truth.
         critic_prompt_column: as prompt_column, for the critic alone; None: it has no prompt of its
             own. The column also stays in the metadata.
+        response_column: of texts, or lists of token ids; None: responses are sampled.
         section: data or evaluation, whose sources have the file.
         source: the file's name there; None: the columns are data's own.
         verifier: of the rows that name none.
@@ -83,12 +88,16 @@ def load_problems(
     given = prompt_column, answer_column, critic_prompt_column
     names = "prompt_column", "answer_column", "critic_prompt_column"
     columns = {f"{section}.{name}": c for name, c in zip(names, given) if c is not None}
+    # One column for all files.
+    columns |= {} if response_column is None else {"data.response_column": response_column}
     problems: list[Problem] = []
     try:
         # The row loses prompt and answer and stays as the problem's metadata.
         for where, row in _rows(path, columns):
-            # First, since its column may be the prompt's, which the row loses.
-            critic_prompt = None
+            # First, since their columns may be the prompt's or the answer's, which the row loses.
+            critic_prompt = response = None
+            if response_column is not None:
+                response = _response(row[response_column], response_column, where)
             if critic_prompt_column is not None:
                 critic_prompt = _prompt(row, critic_prompt_column, where, render)
             prompt, answer = _prompt(row, prompt_column, where, render), ""
@@ -102,7 +111,8 @@ def load_problems(
                     unreadable[len(problems)] = f"cannot be read: {error}"
             if verifier is not None and row.get("verifier") is None:
                 row["verifier"] = verifier
-            problems.append(Problem(prompt, answer, row, source, critic_prompt))
+            row.pop(response_column or "", None)
+            problems.append(Problem(prompt, answer, row, source, critic_prompt, response))
     except OSError as error:
         raise DataError(
             f"data file {path} cannot be read: {error.strerror}; make it readable, or give another"
@@ -222,6 +232,19 @@ def _prompt(row: Mapping[str, Any], column: str, where: str, render: Render | No
             f"{where}: {column} has chat messages, but {error}; correct or remove the row, use the "
             "tokenizer of a chat model, or make all prompts texts"
         ) from None
+
+
+def _response(value: Any, column: str, where: str) -> str | array[int]:
+    if isinstance(value, str) and value:
+        return encodable(value, column, where)
+    if isinstance(value, list) and value and all(type(number) is int for number in value):
+        with contextlib.suppress(OverflowError):
+            return array("i", value)
+    found = repr(value) if len(repr(value)) <= 80 else f"{repr(value)[:77]}..."
+    raise DataError(
+        f"{where}: {column}={found} must be a response, a non-empty text or a non-empty list of "
+        "token ids; correct or remove the row"
+    )
 
 
 def prompt_text(value: Any, column: str, where: str) -> str:
