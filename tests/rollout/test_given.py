@@ -16,9 +16,8 @@ from vapo_megatron.data.parquet import write_table
 from vapo_megatron.data.rollout import PER_TOKEN, SAMPLED
 from vapo_megatron.errors import ConfigError, DataError
 from vapo_megatron.models.hf_config import read_model_shape
-from vapo_megatron.rollout.given import GivenSource
+from vapo_megatron.rollout.given import GivenSource, count_responses
 from vapo_megatron.rollout.inputs import read_inputs
-from vapo_megatron.rollout.response_tokens import count_responses
 from vapo_megatron.rollout.source import StepRequest
 
 SFT = [

@@ -131,24 +131,11 @@ def actor_loss(
         max_response_tokens=settings.max_response_tokens,
     )
     of_policy = {"num_tokens": count, "num_trained_tokens": counts.policy_tokens}
-    chosen = POLICY_LOSSES[settings.policy_loss]
     policy_loss, metrics = None, dict[str, Tensor]()
-    if chosen is not None:
-        # The ratio is to old_logprobs or, for DIS and DPPO, to rollout_logprobs.
-        others = getattr(tokens, chosen.relative_to)
-        assert others is not None and tokens.advantages is not None, settings.policy_loss
-        policy_loss, metrics = chosen.function(
-            logprobs,
-            others,
-            tokens.advantages,
-            weights,
-            **{name: getattr(settings, field) for name, field in chosen.bounds.items()},
-            **of_policy,
+    if (chosen := POLICY_LOSSES[settings.policy_loss]) is not None:
+        policy_loss, metrics = _policy_loss(
+            chosen, logprobs, tokens, weights, settings, **of_policy
         )
-        metrics |= {
-            "policy_loss": policy_loss.detach(),
-            **_ratio(logprobs, tokens, counts, settings),
-        }
     nll = positive_lm_loss(
         logprobs,
         tokens.loss_mask,
@@ -169,14 +156,34 @@ def actor_loss(
     return loss, {**metrics, "positive_lm_loss": nll.detach(), "loss": loss.detach()}
 
 
-def _ratio(
-    logprobs: Tensor, tokens: LossTokens, counts: LossCounts, settings: LossSettings
-) -> dict[str, Tensor]:
-    assert tokens.old_logprobs is not None
-    return ratio_difference(
+def _policy_loss(
+    chosen: PolicyLoss,
+    logprobs: Tensor,
+    tokens: LossTokens,
+    weights: Tensor,
+    settings: LossSettings,
+    *,
+    num_tokens: Tensor,
+    num_trained_tokens: Tensor,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the policy loss and its metrics, those of the ratio to old_logprobs among them."""
+    # The loss's own ratio is to old_logprobs or, for DIS and DPPO, to rollout_logprobs.
+    others, old_logprobs = getattr(tokens, chosen.relative_to), tokens.old_logprobs
+    assert others is not None and old_logprobs is not None and tokens.advantages is not None
+    loss, metrics = chosen.function(
         logprobs,
-        tokens.old_logprobs,
+        others,
+        tokens.advantages,
+        weights,
+        **{name: getattr(settings, field) for name, field in chosen.bounds.items()},
+        num_tokens=num_tokens,
+        num_trained_tokens=num_trained_tokens,
+    )
+    of_ratio = ratio_difference(
+        logprobs,
+        old_logprobs,
         tokens.policy_weights,
         high=settings.high_ratio_difference,
-        num_tokens=counts.policy_tokens,
+        num_tokens=num_trained_tokens,
     )
+    return loss, {**metrics, "policy_loss": loss.detach(), **of_ratio}

@@ -45,8 +45,8 @@ def check_run(config: VapoConfig, replay: Path | None, *, all_answers: bool = Fa
     from vapo_megatron.cli.checks.answers import check_answers
     from vapo_megatron.cli.checks.episode import try_episode
     from vapo_megatron.planning.disk import check_disk
+    from vapo_megatron.rollout.given import count_responses
     from vapo_megatron.rollout.input_warnings import tell_warnings
-    from vapo_megatron.rollout.response_tokens import count_responses
 
     if all_answers:  # A run's first rank says it once the processes have started.
         tell_warnings(inputs)

@@ -69,3 +69,16 @@ class GivenSource(PromptSource):
             )
             for position in own
         ]
+
+
+def count_responses(inputs: Inputs) -> list[str]:
+    """Return how many responses each section's files give, and how long they are."""
+    found = []
+    for dataset in (inputs.dataset, inputs.held_out):
+        if dataset is not None:
+            lengths = [len(dataset.response(prompt)) for prompt in dataset.problems]
+            found.append(
+                f"{dataset.path}, {len(lengths)} rows: responses given, {sum(lengths)} tokens, the "
+                f"longest {max(lengths)}"
+            )
+    return found

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vapo_megatron.data.problems import Problem
 from vapo_megatron.errors import ConfigError, DataError
 from vapo_megatron.rollout.special_tokens import chat_marks, end_of_turn, has_mark
-
-if TYPE_CHECKING:
-    from vapo_megatron.rollout.inputs import Inputs
 
 
 class ResponseTokens:
@@ -78,16 +75,3 @@ class ResponseTokens:
             "text, so which of them ends a response that is a text is not known; set "
             "rollout.stop_token_ids to one, or give responses as token ids"
         )
-
-
-def count_responses(inputs: Inputs) -> list[str]:
-    """Return how many responses each section's files give, and how long they are."""
-    found = []
-    for dataset in (inputs.dataset, inputs.held_out):
-        if dataset is not None:
-            lengths = [len(dataset.response(prompt)) for prompt in dataset.problems]
-            found.append(
-                f"{dataset.path}, {len(lengths)} rows: responses given, {sum(lengths)} tokens, the "
-                f"longest {max(lengths)}"
-            )
-    return found
