@@ -76,14 +76,7 @@ def load_problems(
     Raises:
         DataError: names the file, the line (from 1) or row (from 0), what is wrong and the remedy.
     """
-    path = Path(path)
-    if path.suffix not in (".jsonl", ".parquet"):
-        raise DataError(
-            f"data file {path}: files end in .jsonl or .parquet, found {path.suffix!r}; "
-            "convert it with vapo prepare"
-        )
-    if not path.is_file():
-        raise DataError(f"data file {path} does not exist; give the path of an existing file")
+    path = _data_file(Path(path))
     section = "data" if source is None else f"{section}.sources.{source}"
     given = prompt_column, answer_column, critic_prompt_column
     names = "prompt_column", "answer_column", "critic_prompt_column"
@@ -95,23 +88,22 @@ def load_problems(
         # The row loses prompt and answer and stays as the problem's metadata.
         for where, row in _rows(path, columns):
             # First, since their columns may be the prompt's or the answer's, which the row loses.
-            critic_prompt = response = None
-            if response_column is not None:
-                response = _response(row[response_column], response_column, where)
+            response = _response(row, response_column, where)
+            critic_prompt = None
             if critic_prompt_column is not None:
                 critic_prompt = _prompt(row, critic_prompt_column, where, render)
-            prompt, answer = _prompt(row, prompt_column, where, render), ""
+            prompt = _prompt(row, prompt_column, where, render)
             del row[prompt_column]
-            if answer_column is not None:
-                try:
-                    answer = answer_text(row.pop(answer_column), answer_column, where)
-                except DataError as error:
-                    if unreadable is None:
-                        raise DataError(f"{error}, or set data.skip_unusable=true") from None
-                    unreadable[len(problems)] = f"cannot be read: {error}"
+            try:
+                answer = _answer(row, answer_column, where)
+            except DataError as error:
+                if unreadable is None:
+                    raise DataError(f"{error}, or set data.skip_unusable=true") from None
+                answer, unreadable[len(problems)] = "", f"cannot be read: {error}"
             if verifier is not None and row.get("verifier") is None:
                 row["verifier"] = verifier
-            row.pop(response_column or "", None)
+            if response_column is not None:
+                row.pop(response_column, None)  # It may have been the answer's.
             problems.append(Problem(prompt, answer, row, source, critic_prompt, response))
     except OSError as error:
         raise DataError(
@@ -120,6 +112,18 @@ def load_problems(
     if not problems:
         raise DataError(f"data file {path} has no problems; give a file with at least one row")
     return problems
+
+
+def _data_file(path: Path) -> Path:
+    """Return a path. DataError: there is no file, or none of a kind that is read."""
+    if path.suffix not in (".jsonl", ".parquet"):
+        raise DataError(
+            f"data file {path}: files end in .jsonl or .parquet, found {path.suffix!r}; "
+            "convert it with vapo prepare"
+        )
+    if not path.is_file():
+        raise DataError(f"data file {path} does not exist; give the path of an existing file")
+    return path
 
 
 def jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -234,7 +238,16 @@ def _prompt(row: Mapping[str, Any], column: str, where: str, render: Render | No
         ) from None
 
 
-def _response(value: Any, column: str, where: str) -> str | array[int]:
+def _answer(row: dict[str, Any], column: str | None, where: str) -> str:
+    """Take the ground truth out of a row. DataError: it has no text."""
+    return "" if column is None else answer_text(row.pop(column), column, where)
+
+
+def _response(row: Mapping[str, Any], column: str | None, where: str) -> str | array[int] | None:
+    """Return a row's response. DataError: it is neither a text nor token ids, or is empty."""
+    if column is None:
+        return None
+    value = row[column]
     if isinstance(value, str) and value:
         return encodable(value, column, where)
     if isinstance(value, list) and value and all(type(number) is int for number in value):

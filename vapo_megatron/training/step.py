@@ -169,15 +169,11 @@ class StepTrainer(Built):
                     value_range = config.algorithm.value_range
                     self.critic.shift(bias_to_mean_return(*means, value_range))
                     batch = batch.replace(values=self.critic.compute_values(of_critic))
-        entropy, difference, of_mask = None, dict[str, float](), dict[str, float]()
-        if not summary.is_given:  # Nothing is relative to a policy that has sampled them.
+        entropy = None
+        if not summary.is_given:  # No loss on given responses is relative to an earlier policy.
             with self.phase(LOGPROBS):
-                old_logprobs, entropy = self.actor.compute_logprobs(microbatches)
-                batch = batch.replace(old_logprobs=old_logprobs)
-                limit, is_stale = config.rollout.max_logprob_difference, config.rollout.is_stale
-                difference = logprob_difference(batch, limit, self.ranks, is_stale=is_stale)
-                batch, of_mask = with_policy_mask(batch, config.algorithm, self.ranks)
-                batch = with_behaviour(batch, config.rollout)
+                batch, entropy, compared = self._with_logprobs(batch, microbatches)
+                metrics = {**metrics, **compared}
         if self.reference is not None and self._trains_actor(step):
             with self.phase(REFERENCE_LOGPROBS):
                 of_reference = self.reference.compute_logprobs(microbatches)
@@ -189,7 +185,6 @@ class StepTrainer(Built):
             mini_batches = make_mini_batches(filled, map(len, sizes), self.ranks)
             of_critic = filled if of_critic is microbatches else filled_in(of_critic, batch)
             critic_mini_batches = with_microbatches(mini_batches, of_critic)
-        metrics = {**metrics, **difference, **of_mask}
         return StepData(scored, summary, batch, entropy, mini_batches, critic_mini_batches, metrics)
 
     def with_advantages(
@@ -233,6 +228,22 @@ class StepTrainer(Built):
             sums = masked_sums(logprobs, torch.ones_like(logprobs, dtype=torch.bool))
             tokens, total, _ = sum_over_data_parallel(sums, self.ranks).tolist()
         return {"evaluation/nll_mean": -total / tokens, "evaluation/nll_tokens": tokens}
+
+    def _with_logprobs(
+        self, batch: RolloutBatch, microbatches: Sequence[Microbatch]
+    ) -> tuple[RolloutBatch, Tensor, dict[str, float]]:
+        """Return the batch with what losses are relative to, the entropy [T], and metrics.
+
+        Raises:
+            LogprobsDiffer: on every rank; see logprob_difference.
+        """
+        config = self.config
+        old_logprobs, entropy = self.actor.compute_logprobs(microbatches)
+        batch = batch.replace(old_logprobs=old_logprobs)
+        limit, is_stale = config.rollout.max_logprob_difference, config.rollout.is_stale
+        difference = logprob_difference(batch, limit, self.ranks, is_stale=is_stale)
+        batch, of_mask = with_policy_mask(batch, config.algorithm, self.ranks)
+        return with_behaviour(batch, config.rollout), entropy, {**difference, **of_mask}
 
     def _trains_actor(self, step: int) -> bool:
         return actor_is_trained(step, self.config.algorithm.value_pretraining_steps)
