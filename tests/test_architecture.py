@@ -37,7 +37,8 @@ PURE = {
 
 LIGHT = (
     "config", "cli.main", "cli.train", "planning.plan", "models.hf_config", "data.packing",
-    "data.problems", "rollout.requests", "rollout.tokenizer", "rollout.evaluation.statistics",
+    "data.problems", "data.trajectories", "rollout.requests", "rollout.tokenizer",
+    "rollout.evaluation.statistics",
 )  # fmt: skip
 """Modules that start without the large libraries, so that mistakes are told at once."""
 

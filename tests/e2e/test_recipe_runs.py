@@ -1,6 +1,7 @@
 """Three steps of each recipe over the tiny configuration, with the real sampler, in one process.
 
-A barely trained base model, the same for all. Does not show that a recipe learns.
+A barely trained base model, the same for all. Does not show that a recipe learns. Not exercised:
+pairwise_rl, which asks a judge's server.
 """
 
 import json
@@ -50,7 +51,7 @@ def test_sao_one_step_off(launch, overrides, tmp_path):  # noqa: F811
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.iterdir()))
+@pytest.mark.parametrize("name", sorted({p.stem for p in RECIPES.iterdir()} - {"pairwise_rl"}))
 def test_three_steps(launch, overrides, tmp_path, name):  # noqa: F811
     pretrains = name in PRETRAINED
     given = [part for file in (TINY, RECIPES / f"{name}.yaml") for part in ("--config", str(file))]

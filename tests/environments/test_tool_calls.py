@@ -9,12 +9,13 @@ import random
 import sys
 import time
 import types
+from pathlib import Path
 
 import pytest
 from renderers.base import ToolCallParseStatus
 from renderers.parsing import parse_llama_3, parse_qwen3
 
-from vapo_megatron.environments.tool_calls import Call, hermes, llama3_json
+from vapo_megatron.environments.tool_calls import Call, first_tagged, hermes, llama3_json
 
 ADD = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
 CLOSING = "</tool_call>"
@@ -228,3 +229,30 @@ def test_well_formed_calls_are_those_of_vllm(form, name):
         found = parser.extract_tool_calls(action or "No call.", request).tool_calls
         theirs = [(c.function.name, json.loads(c.function.arguments)) for c in found]
         assert read(form(action)) == theirs and len(theirs) == count
+
+
+SWIRL = json.loads((Path(__file__).parents[1] / "data/swirl.json").read_text())
+
+
+@pytest.mark.parametrize("case", SWIRL["parse"], ids=lambda case: case["text"])
+def test_the_first_tag_of_the_vectors(case):
+    found = first_tagged(case["text"], ["search_query", "answer"])
+    kinds = {None: "none", "search_query": "call", "answer": "answer"}
+    assert kinds[found and found.tag] == case["kind"]
+    assert (found and found.content) == case["content"]
+
+
+def test_what_stands_behind_the_first_tag():
+    text = "Hm. <s>a</s> then <s>b</s>"
+    assert text[: first_tagged(text, ["s"]).end] == "Hm. <s>a</s>"
+    assert first_tagged("<s> </s><s>b</s>", ["s"]).content == "b"
+    assert first_tagged("<s>draft</s></think><s>b</s>", ["s"]).content == "b"
+    assert first_tagged("<s.>b</s.>", ["s."]).tag == "s." and not first_tagged("<st>b</st>", ["s."])
+    assert first_tagged("<s>a\nb</s>", ["s"]).content == "a\nb"
+
+
+def test_tags_without_end_take_linear_time():
+    start = time.process_time()
+    assert first_tagged("<s>" * 100_000 + "x" * 100_000, ["s"]) is None
+    assert first_tagged("<s>" + "<" * 200_000, ["s"]) is None
+    assert time.process_time() - start < 2

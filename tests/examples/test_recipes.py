@@ -69,14 +69,19 @@ CHANGES = {
         "policy_loss": "dppo_tv", "loss_aggregation": "sample", "positive_lm_coef": 0.0,
         "value_range": [-1.0, 1.0], "critic_learning_rate": 1e-5, "overlong_buffer_tokens": 0,
     },
+    "pairwise_rl": {
+        "critic_prompt_column": "critic_prompt", "verifier": "pairwise",
+        "verifiers": {"pairwise": {"reference_column": "reference"}}, "from_score": [0.0, 1.0],
+        "overlong_buffer_tokens": 0,
+    },
     "sft": {
         "policy_loss": "none", "advantage_estimator": "none", "positive_lm_coef": 1.0,
         "value_pretraining_steps": 0, "group_size": 1, "response_column": "response",
         "answer_column": None, "overlong_buffer_tokens": 0,
     },
 }  # fmt: skip
-WITHOUT_CRITIC = ("grpo", "dr_grpo", "dapo", "sft")
 """Fields that a recipe leaves other than the 32B base has them (VAPO, soft punishment)."""
+WITHOUT_CRITIC = ("grpo", "dr_grpo", "dapo", "sft")
 
 
 def recipe(name):
@@ -97,7 +102,7 @@ def changed(base, name):
 NAMES = {
     "vapo": "VAPO", "ppo": "PPO", "vc_ppo": "VC-PPO", "grpo": "GRPO", "dr_grpo": "Dr.GRPO",
     "dapo": "DAPO", "orz": "Open-Reasoner-Zero", "concise": "PPO with group sampling",
-    "sao": "SAO", "bpco": "BPCO", "sft": "SFT",
+    "sao": "SAO", "bpco": "BPCO", "pairwise_rl": "VAPO", "sft": "SFT",
 }  # fmt: skip
 
 
@@ -174,6 +179,8 @@ WHOLE = [0, 1, 3, 4, 5]
 OLD_LOGPROB, REFERENCE_LOGPROB = -0.5, -0.75
 SAMPLED_LOGPROBS = (-0.2, -1.2)
 """The sampler's, of tokens at even and odd places: DIS and DPPO drop some of either."""
+WINS = [0.75, 0.25, 0.875, 0.0, 0.5, 1.0]
+"""A pairwise judge's scores: at 1/2 and above a response is correct."""
 ALPHA = {"sao": 1.5, "bpco": 0.4}
 """Of recipes that set it; the others get 1."""
 
@@ -242,10 +249,12 @@ def nll():
 
 def by_hand(name):
     """(advantages, returns, policy loss, whole loss) of the mini-batch."""
-    if name == "vapo":
+    if name in ("vapo", "pairwise_rl"):
+        # A score is the reward, also of the response that was cut off.
+        rewards = REWARDS if name == "vapo" else WINS
         # alpha is 1 here: lambda = 1 - 1/l. The critic's is 1: its targets are the rewards.
-        advantages = [gae(i, 1 - 1 / LENGTHS[i]) for i in MINI_BATCH]
-        returns = [[REWARDS[i]] * LENGTHS[i] for i in MINI_BATCH]
+        advantages = [gae(i, 1 - 1 / LENGTHS[i], rewards) for i in MINI_BATCH]
+        returns = [[rewards[i]] * LENGTHS[i] for i in MINI_BATCH]
         policy = sum(sum(x) for x in surrogate(advantages, 0.28)) / 13
         return advantages, returns, policy, policy + 0.1 * nll()
     if name in ("ppo", "vc_ppo"):
@@ -323,7 +332,11 @@ def batch_of(config):
     count, lengths = int(bounds[-1]), torch.tensor(LENGTHS)
     limit = config.rollout.max_response_tokens
     truncated, is_correct = torch.tensor(TRUNCATED), torch.tensor(CORRECT)
-    verdicts = [Verdict("correct" if is_right else "wrong") for is_right in CORRECT]
+    scores = WINS if config.reward.verifier == "pairwise" else [None] * len(CORRECT)
+    verdicts = [
+        Verdict("correct" if is_right else "wrong", score)
+        for is_right, score in zip(CORRECT, scores, strict=True)
+    ]
     facts = zip(verdicts, TRUNCATED, LENGTHS, strict=True)
     given = (config.reward, limit, config.reward.verifier)
     rewards = torch.tensor([shaped_reward(*fact, *given) for fact in facts])

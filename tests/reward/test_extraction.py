@@ -10,6 +10,7 @@ import pytest
 from vapo_megatron.reward.extraction import (
     MAX_ANSWER_CHARACTERS,
     MAX_EMPTY_MARKERS,
+    answer_begins,
     clean,
     final_answer,
     ground_truth,
@@ -49,6 +50,19 @@ def test_every_format_is_read():
         (r"\boxed{12\quad}", "12"),
     ]:
         assert final_answer(response) == answer, (response, answer)
+
+
+def test_where_the_final_answer_begins():
+    for before, answer in [
+        ("Natalia sold 24.\n", "#### 72"),
+        ("b*2=8nopqrstuvwx,", "Answer:8"),
+        ("Answer: 1. But $", r"\boxed{2}$"),
+        (r"\boxed{1} and ", r"\boxed{2}."),
+        ("So the f", "inal answer is 5."),
+        ("", "Answer: 5\nAnswer:"),
+    ]:
+        assert answer_begins(before + answer) == len(before), (before, answer)
+    assert answer_begins("5") is None and answer_begins("Answer:") is None
 
 
 def test_only_the_last_counts():

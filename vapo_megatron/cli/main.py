@@ -30,7 +30,12 @@ COMMANDS = {
     "convert": Command("convert", "Convert weights between Hugging Face and megatron-core."),
     "prepare": Command("prepare.command", "Make a data file of prompts and answers."),
     "select": Command("select.command", "Keep prompts by what a base policy makes of them."),
+    "probe": Command("probe.command", "Make prompts that go on after a chain with an error."),
     "report": Command("report", "Write an HTML report of a run, or a comparison of several."),
+    "trajectories": Command(
+        "trajectories.command", "Sample episodes to train on later, or shorten right responses."
+    ),
+    "states": Command("states.command", "Make prompts of the states of trajectories."),
     "benchmark": Command("benchmark.command", "Time parts of the package against plain code."),
     "gradients": Command("gradients", "Compare the gradients of two layouts."),
 }

@@ -91,8 +91,8 @@ def load_problems(
             response = _response(row, response_column, where)
             critic_prompt = None
             if critic_prompt_column is not None:
-                critic_prompt = _prompt(row, critic_prompt_column, where, render)
-            prompt = _prompt(row, prompt_column, where, render)
+                critic_prompt = rendered_prompt(row, critic_prompt_column, where, render)
+            prompt = rendered_prompt(row, prompt_column, where, render)
             del row[prompt_column]
             try:
                 answer = _answer(row, answer_column, where)
@@ -223,7 +223,8 @@ def _check_columns(columns: Mapping[str, str], present: Iterable[str], where: st
             )
 
 
-def _prompt(row: Mapping[str, Any], column: str, where: str, render: Render | None) -> str:
+def rendered_prompt(row: Mapping[str, Any], column: str, where: str, render: Render | None) -> str:
+    """Return the text of a row's prompt; see load_problems. DataError: `where` names the row."""
     if render is None and isinstance(row[column], list):
         return prompt_text(row[column], column, where)
     messages, options = read_prompt(row, column, where)

@@ -39,6 +39,8 @@ class PromptDataset:
         on_progress: called with (tokenized, all) problems.
         response_tokens: the ids of a problem's given response; None: responses are sampled.
         left_out: see leave_out.
+        begun: the tokens that a problem's response starts with, which follow those of its prompt;
+            None: none.
 
     Raises:
         DataError: a prompt has no tokens or too many, a response is refused, or nothing is left.
@@ -59,6 +61,7 @@ class PromptDataset:
         on_progress: OnProgress | None = None,
         response_tokens: Callable[[Problem], array.array[int]] | None = None,
         left_out: Mapping[int, str] | None = None,
+        begun: Callable[[Problem], Sequence[int]] | None = None,
     ) -> None:
         self.path = path
         self._rows = list(problems)
@@ -76,7 +79,8 @@ class PromptDataset:
         self._responses: list[array.array[int]] = []
         for index, problem in enumerate(self._rows):
             text, own = problem.prompt, problem.critic_prompt
-            self._token_ids.append(self._tokenized(index, text, tokenize, max_prompt_tokens))
+            more = () if begun is None else begun(problem)
+            self._token_ids.append(self._tokenized(index, text, tokenize, max_prompt_tokens, more))
             self._critic_token_ids.append(
                 None if own is None else self._tokenized(index, own, tokenize, max_prompt_tokens)
             )
@@ -95,7 +99,12 @@ class PromptDataset:
         self.leave_out(left_out or {})
 
     def _tokenized(
-        self, index: int, text: str, tokenize: Callable[[str], Sequence[int]], limit: int
+        self,
+        index: int,
+        text: str,
+        tokenize: Callable[[str], Sequence[int]],
+        limit: int,
+        more: Sequence[int] = (),
     ) -> array.array[int]:
         # 4 bytes a token; a tuple of Python integers would take ten times as much.
         token_ids = array.array("i", tokenize(text))
@@ -108,6 +117,7 @@ class PromptDataset:
         where = self._where(index)
         if not token_ids:
             raise DataError(f"{where} has no tokens: {text!r}; remove it")
+        token_ids.extend(more)
         if len(token_ids) > limit:
             raise DataError(
                 f"{where} has {len(token_ids)} tokens, more than rollout.max_prompt_tokens={limit}:"

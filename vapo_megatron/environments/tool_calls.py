@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
 
@@ -24,6 +24,16 @@ class Call(NamedTuple):
     """What the result's message names as its tool_call_id; empty: nothing."""
     wrong: str = ""
     """Why it cannot be read, in words for the policy; empty: it can."""
+
+
+class Tagged(NamedTuple):
+    """A call or an answer in a pair of tags."""
+
+    tag: str
+    content: str
+    """Without the space around it; never empty."""
+    end: int
+    """Where its text ends in the action."""
 
 
 Parser = Callable[[str], Iterable[Call]]
@@ -82,6 +92,27 @@ def llama3_json(action: str) -> Iterator[Call]:
         between = _BETWEEN.match(text, end)
         assert between is not None, "it matches nothing too"
         at = between.end()
+
+
+def first_tagged(action: str, tags: Collection[str]) -> Tagged | None:
+    """Return the first of these tags that is closed and has content: <search>a query</search>.
+
+    Of one tag within another the inner one counts. What the policy writes behind it is not its
+    turn any more, as nobody has answered yet.
+
+    Args:
+        action: the policy's text; what it drafts before </think> does not count.
+        tags: their names, of calls and of the answer.
+
+    Returns:
+        None: there is none, so that the action is malformed.
+    """
+    names = "|".join(map(re.escape, tags))
+    pair = re.compile(rf"<({names})>((?:(?!</?(?:{names})>).)*)</\1>", re.DOTALL)
+    for found in pair.finditer(action, len(action) - len(_after_thinking(action))):
+        if content := found[2].strip():
+            return Tagged(found[1], content, found.end())
+    return None
 
 
 PARSERS: dict[str, Parser] = {"hermes": hermes, "llama3_json": llama3_json}

@@ -82,24 +82,40 @@ def final_answer(
         tidy: cleans it; None: `clean`.
         whole_line: an answer behind a marker may have several sentences.
     """
-    tidy = tidy or clean
+    found = _last_answer(text, tidy or clean, whole_line)
+    return None if found is None else found[1]
+
+
+def answer_begins(text: str) -> int | None:
+    """Return where the marker of a response's final answer begins; None: there is no answer.
+
+    Of boxes that are one list it is the last one's.
+    """
+    found = _last_answer(text, clean, whole_line=False)
+    return None if found is None else found[0]
+
+
+def _last_answer(text: str, tidy: Callable[[str], str], whole_line: bool) -> tuple[int, str] | None:
+    """Return (where its marker begins, the answer)."""
     end = len(text)
     for marker in itertools.islice(_markers_backwards(text), MAX_EMPTY_MARKERS):
+        begin = marker.start()
         if marker["bare"]:
             answer = tidy(marker["bare"])
         elif marker["box"]:
             answer = tidy(_in_braces(text, marker.end()))
             if answer:
-                return _with_boxes_before(text, marker.start(), answer, tidy)
+                return begin, _with_boxes_before(text, begin, answer, tidy)
         else:
             answer = tidy(_rest_of_line(text, marker.end(), end, whole_line))
         if answer:
-            return answer
-        end = marker.start()
+            return begin, answer
+        end = begin
     said = text.rfind(_SAID)
     if said < 0:
         return None
-    return tidy(_rest_of_line(text, said + len(_SAID), len(text), whole_line).lstrip(": ")) or None
+    answer = tidy(_rest_of_line(text, said + len(_SAID), len(text), whole_line).lstrip(": "))
+    return (said, answer) if answer else None
 
 
 def ground_truth(text: str, tidy: Callable[[str], str] | None = None) -> str:

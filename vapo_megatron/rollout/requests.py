@@ -100,6 +100,8 @@ class Request(NamedTuple):
     """Of its first token."""
     max_tokens: int | None = None
     """To sample now; None: as many as the response may still have."""
+    banned: tuple[int, ...] = ()
+    """Tokens that none of those is."""
 
 
 class Waiting(NamedTuple):

@@ -4,7 +4,7 @@
     observation   A3b        10 turns left after this one, 3 successes so far, a situation
     action        x!#$       a choice and three tokens that decide nothing, then the stop token
 
-There are 20 situations. In each of them one of the choices x and y succeeds with probability .85,
+There are 60 situations. In each of them one of the choices x and y succeeds with probability .85,
 the other with .15; which one, only experience tells. An episode has 16 turns, and is correct with
 10 successes. The rewards of a group of responses differ by luck above all, which a group's mean
 cannot know; V of turn and successes can.
@@ -35,7 +35,7 @@ NUM_FILLERS = 3
 PROMPT = "Q"
 COUNTS = "0123456789ABCDEFG"
 """0 to 16, in a character each: the tokenizer has bytes."""
-SITUATIONS = "LMNOPRSTUVWXYZabcdef"
+SITUATIONS = "abcdefghijklmnopqrstuvwzHIJKLMNOPRSTUVWXYZ*+,-./:;=>?@[]^_{|"
 FILE = "credit.jsonl"
 """Of a run; train.py writes it."""
 CHARACTERS = PROMPT + COUNTS + SITUATIONS + CHOICES + FILLER

@@ -58,7 +58,8 @@ class LuckTrainer(VapoTrainer):
             for position, start in zip(batch.positions.tolist(), batch.cu_seqlens.tolist())
             if len(by_position[position].rollout.turns) == luck.TURNS
         ]
-        first = np.array([[start + at for at in first_tokens(s)] for s, start in whole])
+        tokens = [[start + at for at in first_tokens(s)] for s, start in whole]
+        first = np.array(tokens, np.int64).reshape(-1, luck.TURNS)
         of_choices = [
             None if column is None else column.double().numpy()[first]
             for column in (batch.old_logprobs, batch.advantages, batch.values)
@@ -118,8 +119,10 @@ def credit(
     Returns:
         good_choices: their share. correlation: of estimated and true advantages; None if one of
         them is constant. explained, best_explained: by turn, of the rewards, by the critic's values
-        (None without a critic) and by the exact ones.
+        (None without a critic) and by the exact ones. All None without an episode.
     """
+    if not len(seen):
+        return dict.fromkeys(("good_choices", "correlation", "explained", "best_explained"))
     left, successes, situation = np.moveaxis(
         np.array([[_read(each) for each in of] for of in seen]), -1, 0
     )

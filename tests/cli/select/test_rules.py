@@ -5,7 +5,8 @@ Not exercised: where the responses come from (test_select.py).
 
 import pytest
 
-from vapo_megatron.cli.select.rules import Measured, Rules, measure, select
+from vapo_megatron.cli.select.command import number
+from vapo_megatron.cli.select.rules import Measured, Rules, best_response, measure, select
 from vapo_megatron.config import RewardConfig
 from vapo_megatron.data.problems import Problem
 from vapo_megatron.errors import ConfigError
@@ -87,6 +88,38 @@ def test_the_hardest_are_those_of_the_lowest_scores_the_first_of_equal_ones():
     assert kept(Rules(hardest=99), found) == [0, 1, 3, 4, 5], "without a score there is no rank"
 
 
+def test_the_hardest_may_be_a_share_of_those_that_are_left():
+    found = measured((0, 0.5), (0, 0.1), (1, 0.0), (0, 0.1), (0, 0.9), (0, 0.7))
+    assert kept(Rules(hardest=0.5), found) == [1, 2, 3]
+    # Of the five whose pass rate fits two fifths, which are a little less than .4 * 5.
+    assert kept(Rules(pass_rate=(0, 0.5), hardest=0.4), found) == [1, 3]
+    assert kept(Rules(hardest=0.01), found) == [2], "at least one"
+    assert kept(Rules(hardest=0.99), found) == [0, 1, 2, 3, 5], "rounded down"
+    assert kept(Rules(hardest=1.0), found) == list(range(6)) and kept(Rules(hardest=1), found) == [
+        2
+    ]
+    told = select(found, PROBLEMS[:6], Rules(hardest=0.5)).dropped
+    assert told == {"not among the 3 of the lowest scores": 3}
+    # On the command line a whole number is one of prompts.
+    assert [(number(text), type(number(text))) for text in ("3", "1", "0.25", "1.0")] == [
+        (3, int), (1, int), (0.25, float), (1.0, float),
+    ]  # fmt: skip
+
+
+def test_the_best_response_has_the_highest_score_of_its_own():
+    texts = [
+        response(*given) | {"text": name}
+        for name, given in {
+            "a": ("wrong", 0.2), "b": ("correct", None), "c": ("wrong", 0.7), "d": ("correct", 0.7),
+            "e": ("failed", 9.0), "f": ("timed_out", None), "g": ("unparsable", -1.0),
+        }.items()
+    ]  # fmt: skip
+    assert best_response(line(*texts)) == "c", "of equal ones the first"
+    assert best_response(line(texts[0], texts[6])) == "a"
+    assert best_response(line(texts[6])) == "g"
+    assert best_response(line(texts[1], texts[4], texts[5])) is None
+
+
 def test_scores_of_different_scales_are_standardized():
     # Verifier x gives 0, 10, 20, 30 and y .1, .2, .3, .4: the two lowest of each are as hard.
     scores = [(10 * (i // 2), 0.1 + 0.1 * (i // 2))[i % 2] for i in range(8)]
@@ -120,6 +153,12 @@ def test_rules_apply_in_order_and_count_what_they_drop():
         (Rules(pass_rate=(0.9, 0.1)), "--pass-rate 0.9 0.1 must be LOW HIGH, 0 <= LOW <= HIGH <="),
         (Rules(pass_rate=(10, 90)), "--pass-rate 10 90 must be"),
         (Rules(hardest=0), "--hardest=0 must be at least 1; change it"),
+        (
+            Rules(hardest=0.0),
+            r"--hardest=0 must be a share in \(0, 1\], or a whole number of promp",
+        ),
+        (Rules(hardest=1.5), "--hardest=1.5 must be a share in"),
+        (Rules(hardest=float("nan")), "--hardest=nan must be a share in"),
         (Rules(within="domain"), "--within=domain needs --hardest"),
     ],
 )

@@ -196,6 +196,7 @@ def test_other_rules_need_no_other_samples(select):
         # Means .25, .45, .625, .9, .275, .6.
         (("--hardest", "2"), [0, 4]),
         (("--hardest", "1", "--pass-rate", "0.5", "1"), [4]),
+        (("--hardest", "0.5"), [0, 1, 4]),
         # In topic a .25, .625, .275, in b .45, .9, .6: of b the first is lowest in its units.
         (("--hardest", "3", "--within", "topic"), [0, 1, 4]),
         (("--drop-duplicates", "1"), [0, 1, 2, 3, 4, 5]),
@@ -210,6 +211,30 @@ def test_other_rules_need_no_other_samples(select):
         "select: nothing is kept of 6 prompts: 6 pass rate outside [0.8, 0.9]; give wider rules"
     )
     assert len(rows(select.out)) == 5, "what there was is left"
+
+
+def test_the_best_response_is_a_column(select):
+    """Problem 5 has two of .9, and one that failed."""
+    assert select("--best-of", "reference") == (0, "")
+    found = [row["reference"] for row in rows(select.out)]
+    assert found == ["0.4", "0.9", "0.9", "0.9", "0.6", "0.9"]
+    about = json.loads(pyarrow.parquet.read_schema(select.out).metadata[METADATA_KEY])
+    assert about["best_of"] == "reference"
+    # A column of that name is replaced, and needs no new samples.
+    assert select("--best-of", "topic", "--hardest", "1", batches=0) == (0, "")
+    assert [(row["prompt"], row["topic"]) for row in rows(select.out)] == [(WORDS[0], "0.4")]
+    assert "reference" not in rows(select.out)[0]
+
+
+def test_a_prompt_without_a_score_has_no_best_response(select, place):
+    exact = ("reward.verifier=exact", "--best-of", "reference")
+    code, told = select(*exact, "--drop-duplicates", "0.7")
+    assert code == 2 and told == (
+        f"select: row 0 (from 0) of {place}/all.jsonl: no response has a score, so none is the "
+        "best of --best-of=reference; judge by what gives scores, such as "
+        "reward.verifier=reward_model, or leave the prompt out"
+    )
+    assert not select.out.exists()
 
 
 def test_a_parquet_file_keeps_its_types_and_its_columns(select):
@@ -267,6 +292,10 @@ def test_what_does_not_fit_is_one_line(select, place):
         (["reward.from_score=[0,1]"], "is of another evaluation: its reward is {'verifier'"),
         (["--within", "colour", "--hardest", "1"], "--within=colour is no column of "),
         (["--hardest", "0"], "--hardest=0 must be at least 1"),
+        (["--hardest", "1.5"], "--hardest=1.5 must be a share in (0, 1], or a whole number"),
+        (["--hardest", "few"], "argument --hardest: invalid number value: 'few'; --help lists"),
+        (["--best-of", "prompt"], "--best-of=prompt must be the name of another column than the"),
+        (["--best-of", "scores"], "--best-of=scores must be the name of another column"),
         (["--batch", "0"], "--batch=0 must be at least 1"),
         (["--out", f"{place}/all.jsonl"], "all.jsonl must end in .parquet; change it"),
         (["--out", f"{place}/all.parquet"], "all.parquet exists and is no selection; give another"),
@@ -322,6 +351,10 @@ def test_the_reward_model_scores_once_all_is_sampled(select, place):
     hardest = sorted(sorted(range(6), key=means.__getitem__)[:3])
     assert [row["prompt"] for row in rows(select.out)] == [WORDS[i] for i in hardest]
 
+    assert select(*options, "--best-of", "best", batches=0, passes=0) == (0, "")
+    by_problem = [expected[i : i + SAMPLES] for i in range(0, len(expected), SAMPLES)]
+    best = [SCORES[i][max(range(SAMPLES), key=by_problem[i].__getitem__)] for i in hardest]
+    assert [row["best"] for row in rows(select.out)] == best != [SCORES[i][0] for i in hardest]
     assert select(*options, batches=0, passes=0) == (0, ""), "nothing is scored again"
     assert contents(select.out) == whole
     code, told = select(*options, f"model.reward_hf_path={place}/other")

@@ -15,7 +15,7 @@ processes share the problems.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,8 @@ from vapo_megatron.cli.command import Parser, under_torchrun
 from vapo_megatron.cli.sampling import options as shared
 
 if TYPE_CHECKING:
+    from vapo_megatron.cli.sampling.probes import Probe
+    from vapo_megatron.rollout.evaluation.reflection import Reflection
     from vapo_megatron.rollout.evaluation.statistics import Estimate
 
 
@@ -41,13 +43,18 @@ def _evaluate(options: argparse.Namespace, worker: Sequence[str]) -> Path | None
         options.checkpoint, shared.sampling_overrides(options), shared.num_processes(options.nproc)
     )
     out = options.out or default_out(options.checkpoint, options.data)
-    evaluation = inputs.check(options.checkpoint, options.data, config, out)
+    probe = _probe(options)
+    if probe is not None:
+        probe.check(config)
+    evaluation = inputs.check(options.checkpoint, options.data, config, out, probe)
     if not under_torchrun():
         tell_warnings(evaluation.inputs)
     if config.parallel.world_size > 1 and not under_torchrun():
         samples.check_out(out, evaluation)
         shared.become_torchrun(config.parallel.world_size, worker)
-    found = evaluate_checkpoint(evaluation, config, out, options.batch)
+    found = evaluate_checkpoint(
+        evaluation, config, out, options.batch, keeps_tokens=options.token_ids
+    )
     if found is None:
         return None
     step = evaluation.header.get("step")
@@ -55,7 +62,24 @@ def _evaluate(options: argparse.Namespace, worker: Sequence[str]) -> Path | None
     _print_table(found.overall, f"{options.checkpoint}{of_step} on {options.data}")
     for name, (count, statistics) in found.by_verifier.items():
         _print_table(statistics, f"{count} of {evaluation.header['num_problems']} problems: {name}")
+    for task, reflected in found.reflection.items():
+        _print_table(reflected.metrics, _reflection_title(reflected, task, probe))
     return out
+
+
+def _reflection_title(found: Reflection, task: str | None, probe: Probe | None) -> str:
+    assert probe is not None
+    by = f"the words {', '.join(probe.words)}" if probe.words else f"the verifier {probe.verifier}"
+    unclear = f", {found.num_unclear} samples without a verdict left out" * bool(found.num_unclear)
+    return f"reflection{'' if task is None else f', task {task}'}, by {by}{unclear}"
+
+
+def _probe(options: argparse.Namespace) -> Probe | None:
+    from vapo_megatron.cli.sampling.probes import Probe
+
+    words = tuple(word.strip() for word in options.reflects_words.split(",") if word.strip())
+    probe = Probe(options.prefix_column, options.trigger, options.reflects, words)
+    return None if probe == Probe() else probe
 
 
 def default_out(checkpoint: Path, data: Path) -> Path:
@@ -65,7 +89,7 @@ def default_out(checkpoint: Path, data: Path) -> Path:
     return Path("runs/evaluation") / path.relative_to(start) / f"{data.stem}.jsonl"
 
 
-def _print_table(found: dict[str, Estimate], title: str) -> None:
+def _print_table(found: Mapping[str, Estimate | None], title: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -74,6 +98,9 @@ def _print_table(found: dict[str, Estimate], title: str) -> None:
     table.add_column("mean", justify="right")
     table.add_column("95% interval", justify="right")
     for name, estimate in found.items():
+        if estimate is None:
+            table.add_row(name.replace("_", " "), "-", "-")
+            continue
         form = ",.1f" if name == "response_length_mean" else ".4f"
         interval = "-"
         if estimate.low is not None and estimate.high is not None:
@@ -97,6 +124,28 @@ def _parser() -> Parser:
         help="default: runs/evaluation/PATH/DATA.jsonl, where PATH is the checkpoint's; the "
         "summary has the same name, ending in .json",
     )  # fmt: skip
+    files.add_argument(
+        "--token-ids", action="store_true",
+        help="write responses' token ids, too (vapo trajectories --revise)",
+    )  # fmt: skip
     shared.add_sampling(parser)
+    probes = parser.add_argument_group("responses that have begun (docs/evaluation.md)")
+    probes.add_argument(
+        "--prefix-column", metavar="COLUMN",
+        help="column of the data with the text that a response starts with, such as a chain of "
+        "thought with an error (vapo probe); the rest of it is sampled, and judged alone",
+    )  # fmt: skip
+    probes.add_argument(
+        "--trigger", default="", metavar="TEXT", help="follows that text, such as 'Wait,'"
+    )
+    probes.add_argument(
+        "--reflects", metavar="VERIFIER",
+        help="a second verifier, with its entry in reward.verifiers: correct means that the "
+        "response reflects on what it began with",
+    )  # fmt: skip
+    probes.add_argument(
+        "--reflects-words", default="", metavar="A,B",
+        help="in place of it: a response with one of these words reflects",
+    )  # fmt: skip
     shared.add_processes(parser)
     return parser

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from vapo_megatron.cli.command import ProgressBar
 from vapo_megatron.cli.sampling.directory import date_of_run, find_hf_directory, is_run_directory
+from vapo_megatron.cli.sampling.probes import Probe
 from vapo_megatron.config import RolloutConfig, VapoConfig, check_together, read_config
 from vapo_megatron.data.prompts import PromptDataset
 from vapo_megatron.errors import ConfigError
@@ -79,9 +80,17 @@ class Evaluation(NamedTuple):
     """First line of the samples file, which identifies the evaluation."""
     rollout: RolloutConfig
     """The configuration's, with_own_limits of the data and the model."""
+    probe: Probe | None = None
+    """How responses begin, and what says whether they reflect; None: nothing."""
 
 
-def check(checkpoint: Path, data: Path, config: VapoConfig, out: Path | None = None) -> Evaluation:
+def check(
+    checkpoint: Path,
+    data: Path,
+    config: VapoConfig,
+    out: Path | None = None,
+    probe: Probe | None = None,
+) -> Evaluation:
     """Check the files in one process; neither vLLM nor a process group is needed.
 
     Args:
@@ -89,6 +98,7 @@ def check(checkpoint: Path, data: Path, config: VapoConfig, out: Path | None = N
         data: problems, in the columns that config.data names.
         config: from evaluation_config.
         out: the samples file, whose prompts keep their date; None: there is none.
+        probe: how responses begin; None: by nothing.
 
     Raises:
         UserError: the first thing that is wrong: what, where, and the remedy.
@@ -104,6 +114,7 @@ def check(checkpoint: Path, data: Path, config: VapoConfig, out: Path | None = N
             str(data), config.data, tokenizer, seed=config.seed, shuffle=False,
             max_prompt_tokens=config.rollout.max_prompt_tokens if is_limited else sys.maxsize,
             on_progress=bar.show, skip_unusable=config.data.skip_unusable, template=template,
+            begun=None if probe is None else probe.begun(tokenizer, str(data)),
         )  # fmt: skip
     shape = read_model_shape(hf_path, "--checkpoint")
     check_sampled(hf_path, shape, "--checkpoint")
@@ -129,6 +140,7 @@ def check(checkpoint: Path, data: Path, config: VapoConfig, out: Path | None = N
         "dtype": config.rollout.dtype or config.model.dtype,
         **verdict_settings(config.reward, dataset.rows),
         **({"environment": config.environment.model_dump()} if config.environment.is_on else {}),
+        **({} if probe is None else probe.header(dataset.rows)),
     }  # fmt: skip
     inputs = Inputs(shape, tokenizer, stop_token_ids, held_out=dataset, date=template.date)
-    return Evaluation(hf_path, inputs, dataset, header, rollout)
+    return Evaluation(hf_path, inputs, dataset, header, rollout, probe)

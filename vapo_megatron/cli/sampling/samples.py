@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,6 +38,9 @@ from vapo_megatron.rollout.tokenizer import decode_responses
 
 T = TypeVar("T")
 
+SampleProblems = Callable[..., Iterator[JudgedProblems]]
+"""judge_problems, or what has its arguments and result."""
+
 
 def check_out(out: Path, evaluation: Evaluation) -> None:
     """Refuse the samples of another evaluation; begin those of dated prompts, for all processes.
@@ -58,6 +61,7 @@ def sample_missing(
     problems_per_batch: int | None,
     finish: Callable[[], T],
     score_pending: Callable[[], None] | None = None,
+    sample: SampleProblems = judge_problems,
 ) -> T | None:
     """Sample and judge the problems that are missing in `out`. Collective.
 
@@ -71,6 +75,7 @@ def sample_missing(
         finish: called on rank 0 once `out` has all of them, while it is locked.
         score_pending: called on every rank before, without vLLM; None: the reward model may judge
             no row.
+        sample: samples and judges.
 
     Returns:
         The result of finish on rank 0, None elsewhere.
@@ -86,7 +91,7 @@ def sample_missing(
             _tell_limit(evaluation.rollout, config.rollout)
             config = config.model_copy(update={"rollout": evaluation.rollout})
             can_wait = score_pending is not None
-            _sample(evaluation, config, out, missing, problems_per_batch, can_wait=can_wait)
+            _sample(evaluation, config, out, missing, problems_per_batch, sample, can_wait=can_wait)
         if score_pending is not None:
             score_pending()
         return finish() if dist.get_rank() == 0 else None
@@ -143,6 +148,7 @@ def _sample(
     out: Path,
     problems: Sequence[Prompt],
     problems_per_batch: int | None,
+    sample: SampleProblems,
     *,
     can_wait: bool,
 ) -> None:
@@ -172,11 +178,15 @@ def _sample(
             stack.callback(episodes.close)
         engine = build_engine(evaluation, config)
         stack.callback(engine.shutdown)
+        probe, reflects = evaluation.probe, None
+        if probe is not None and verifier is not None:
+            reflects = probe.start(config.reward)
+            stack.callback(reflects.close if reflects else lambda: None)
         tokenizer = evaluation.inputs.tokenizer
         bar = stack.enter_context(ProgressBar("responses", after_seconds=0.0))
         part = stack.enter_context(part_of(out, engine.replica).open("ab"))
         written = 0
-        for judged in judge_problems(
+        for judged in sample(
             engine, verifier, problems, config.evaluation, config.rollout,
             decode=partial(decode_responses, tokenizer), policy_version=VERSION,
             on_progress=bar.show, problems_per_batch=problems_per_batch,
@@ -186,6 +196,8 @@ def _sample(
             # Only the first rank of a replica has what was judged.
             if judged:
                 _check(judged, config.reward, evaluation.dataset)
+                if probe is not None and probe.asks_reflection:
+                    probe.add_reflects(judged, reflects)
                 append(part, [_line(*pair, config.reward) for pair in judged])
             written += len(judged)
     # A replica that lost problems must not go unnoticed: parts are merged afterwards.

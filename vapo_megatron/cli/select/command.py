@@ -8,7 +8,8 @@ this order: near-duplicates, pass rate, hardest; without a rule everything is ke
 the rows that are left, with pass_rate, score_mean, scores, length_mean, lengths and
 truncated_fraction as columns, and can be data.train_path as it is. Beside it are a page with
 histograms and every response (.html, .samples.jsonl). An interrupted command resumes; other rules
-on the same samples take seconds.
+on the same samples take seconds. --best-of adds each prompt's best response as a column, such as
+the reference of the verifier pairwise.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def _select(options: argparse.Namespace, worker: Sequence[str]) -> str | None:
     config = evaluation_config(
         options.checkpoint, shared.sampling_overrides(options), shared.num_processes(options.nproc)
     )
-    job = select.prepare(options.checkpoint, options.data, config, rules, options.out)
+    job = select.prepare(
+        options.checkpoint, options.data, config, rules, options.out, options.best_of
+    )
     if not under_torchrun():
         tell_warnings(job.evaluation.inputs)
         if (told := select.select_from_samples(job)) is not None:
@@ -56,6 +59,14 @@ def _select(options: argparse.Namespace, worker: Sequence[str]) -> str | None:
         if config.parallel.world_size > 1:
             shared.become_torchrun(config.parallel.world_size, worker)
     return select.sample_and_select(job, options.batch)
+
+
+def number(text: str) -> int | float:
+    """Return a whole number, or another one as a float. ValueError: it is none."""
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)
 
 
 def _parser() -> Parser:
@@ -82,13 +93,20 @@ def _parser() -> Parser:
         help="keep prompts whose share of correct responses is in [LOW, HIGH]",
     )  # fmt: skip
     rules.add_argument(
-        "--hardest", type=int, metavar="N",
-        help="keep the N prompts with the lowest mean score (Pre-PPO, arXiv 2503.22230); scores "
-        "are standardized within each verifier's prompts first",
+        "--hardest", type=number, metavar="N",
+        help="keep the N prompts with the lowest mean score, or with a fraction such as 0.25 that "
+        "share of those left (Pre-PPO, arXiv 2503.22230); scores are standardized within each "
+        "verifier's prompts first",
     )  # fmt: skip
     rules.add_argument(
         "--within", metavar="COLUMN",
         help="with --hardest: standardize within the values of this column instead",
+    )  # fmt: skip
+    columns = parser.add_argument_group("columns")
+    columns.add_argument(
+        "--best-of", metavar="COLUMN",
+        help="write each prompt's response of the highest score, such as a reward model's, into "
+        "this column; of equal scores the first",
     )  # fmt: skip
     shared.add_sampling(parser, samples=8, temperature=1.0, top_p=1.0, top_k=-1)
     shared.add_processes(parser)

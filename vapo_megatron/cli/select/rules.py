@@ -11,6 +11,9 @@ from vapo_megatron.data.problems import Problem
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.rollout.evaluation.statistics import response_reward
 
+_FAILED = ("failed", "timed_out")
+"""Statuses without a score."""
+
 
 class Rules(NamedTuple):
     """What is kept; a rule that is None keeps everything."""
@@ -19,8 +22,9 @@ class Rules(NamedTuple):
     """Drop prompts at least so similar to an earlier one, see duplicates.py; before sampling."""
     pass_rate: tuple[float, float] | None = None
     """Keep prompts whose share of correct responses lies in [low, high]."""
-    hardest: int | None = None
-    """Of the prompts that are left, keep so many with the lowest mean score."""
+    hardest: int | float | None = None
+    """Of the prompts that are left, keep so many, or this share (a float), with the lowest mean
+    score."""
     within: str | None = None
     """Column whose values have scores of their own scale; None: the verifiers have."""
 
@@ -33,7 +37,12 @@ class Rules(NamedTuple):
             raise ConfigError(
                 f"--pass-rate {low:g} {high:g} must be LOW HIGH, 0 <= LOW <= HIGH <= 1; change it"
             )
-        if self.hardest is not None and self.hardest < 1:
+        if isinstance(self.hardest, float) and not 0 < self.hardest <= 1:
+            raise ConfigError(
+                f"--hardest={self.hardest:g} must be a share in (0, 1], or a whole number of "
+                "prompts; change it"
+            )
+        if isinstance(self.hardest, int) and self.hardest < 1:
             raise ConfigError(f"--hardest={self.hardest} must be at least 1; change it")
         if self.within is not None and self.hardest is None:
             raise ConfigError(f"--within={self.within} needs --hardest, whose scores it compares")
@@ -84,11 +93,20 @@ def measure(line: Mapping[str, Any], reward: RewardConfig) -> Measured:
 
 def _score(response: Mapping[str, Any], reward: RewardConfig, verifier: str) -> float | None:
     status, score = response["status"], response["score"]
-    if status in ("failed", "timed_out"):
+    if status in _FAILED:
         return None
     if reward.from_score is not None or "earned" in response:
         return response_reward(response, reward, verifier)
     return float(status == "correct" if score is None else score)
+
+
+def best_response(line: Mapping[str, Any]) -> str | None:
+    """Return the text of a line's response with the highest score, of equal ones the first.
+
+    Only the verdicts' own scores count, such as a reward model's; None: no response has one.
+    """
+    scored = [r for r in line["responses"] if r["score"] is not None and r["status"] not in _FAILED]
+    return max(scored, key=lambda r: r["score"])["text"] if scored else None
 
 
 class Selection(NamedTuple):
@@ -125,8 +143,12 @@ def select(
         else:
             domains = [str(problems[i].metadata.get(rules.within)) for i in kept]
         scores = [measured[i].score_mean for i in kept]
-        hardest = _lowest(kept, scores, domains, rules.hardest)
-        dropped[f"not among the {rules.hardest:,} of the lowest scores"] = len(kept) - len(hardest)
+        count = rules.hardest
+        if isinstance(count, float):
+            # A share that floating point holds as a little less keeps its whole number.
+            count = max(1, math.floor(count * len(kept) + 1e-9))
+        hardest = _lowest(kept, scores, domains, count)
+        dropped[f"not among the {count:,} of the lowest scores"] = len(kept) - len(hardest)
         kept = hardest
     return Selection(kept, dropped)
 

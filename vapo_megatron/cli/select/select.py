@@ -8,7 +8,7 @@ that near-duplicates are not sampled: other rules on the same samples take secon
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,11 +17,12 @@ from vapo_megatron.cli.sampling.samples import sample_missing
 from vapo_megatron.cli.select import reward_scores
 from vapo_megatron.cli.select.duplicates import Duplicate, near_duplicates
 from vapo_megatron.cli.select.page import write_selection_page
-from vapo_megatron.cli.select.rules import Rules, measure, select
-from vapo_megatron.cli.select.table import source_table, write_selection
+from vapo_megatron.cli.select.rules import Measured, Rules, best_response, measure, select
+from vapo_megatron.cli.select.table import MEASURED, source_table, write_selection
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.data.rollout import Prompt
 from vapo_megatron.errors import ConfigError, DataError
+from vapo_megatron.reward.checks import place
 from vapo_megatron.rollout.evaluation.samples_file import (
     OF_PLACE,
     collect,
@@ -41,6 +42,8 @@ class Job(NamedTuple):
     table: Any
     """A pyarrow table of all rows."""
     out: Path
+    best_of: str | None = None
+    """Column of each prompt's best response; None: there is none."""
 
     @property
     def samples(self) -> Path:
@@ -58,12 +61,20 @@ def samples_of(out: Path) -> Path:
     return out.with_suffix(".samples.jsonl")
 
 
-def prepare(checkpoint: Path, data: Path, config: VapoConfig, rules: Rules, out: Path) -> Job:
+def prepare(
+    checkpoint: Path, data: Path, config: VapoConfig, rules: Rules, out: Path,
+    best_of: str | None = None,
+) -> Job:  # fmt: skip
     """Check the files, and find near-duplicates; the same on every rank, without a process group.
 
     Raises:
         UserError: the first thing that is wrong: what, where, and the remedy.
     """
+    if best_of in ("", *MEASURED, config.data.prompt_column, config.data.answer_column):
+        raise ConfigError(
+            f"--best-of={best_of} must be the name of another column than the prompts', the ground "
+            f"truths' and those of what is measured, such as reference; change it"
+        )
     evaluation = check(checkpoint, data, config, samples_of(out))
     reward_scores.check(evaluation, config.model_copy(update={"rollout": evaluation.rollout}))
     rows = evaluation.dataset.rows
@@ -81,7 +92,7 @@ def prepare(checkpoint: Path, data: Path, config: VapoConfig, rules: Rules, out:
         digest = weights_digest(Path(config.model.reward_hf_path))
         header = {**evaluation.header, "reward_weights": digest}
         evaluation = evaluation._replace(header=header)
-    return Job(evaluation, config, rules, duplicates, table, out)
+    return Job(evaluation, config, rules, duplicates, table, out, best_of)
 
 
 def sample_and_select(job: Job, problems_per_batch: int | None) -> str | None:
@@ -114,13 +125,16 @@ def finish(job: Job) -> str:
     """Write the selection and its page, and return text for the terminal.
 
     Raises:
-        DataError: nothing is kept.
+        DataError: nothing is kept, or a prompt that is kept has no best response.
     """
     header, reward = job.evaluation.header, job.config.reward
-    summarize: Callable[[Any], Any] = functools.partial(measure, reward=reward)
-    found = collect(job.samples, header, summarize)
+
+    def summarized(line: Mapping[str, Any]) -> tuple[Measured, str | None]:
+        return measure(line, reward), best_response(line) if job.best_of is not None else None
+
+    found = collect(job.samples, header, summarized)
     problems = job.evaluation.dataset.rows
-    measured = {p.index: found[p.index] for p in job.problems}
+    measured = {p.index: found[p.index][0] for p in job.problems}
     selection = select(measured, problems, job.rules)
     dropped = [f"{count:,} {rule}" for rule, count in selection.dropped.items()]
     if not selection.kept:
@@ -128,12 +142,15 @@ def finish(job: Job) -> str:
             f"nothing is kept of {len(problems):,} prompts: {', '.join(dropped)}; give wider "
             "rules, which need no new samples"
         )
+    best = {}
+    if job.best_of is not None:
+        best[job.best_of] = [_best(job, index, found[index][1]) for index in selection.kept]
     about = {
-        "rules": job.rules._asdict(),
+        "rules": job.rules._asdict(), **({"best_of": job.best_of} if best else {}),
         "read": len(problems), "dropped": selection.dropped, "kept": len(selection.kept),
         "samples": {name: value for name, value in header.items() if name not in OF_PLACE},
     }  # fmt: skip
-    write_selection(job.out, job.table, selection.kept, measured, about)
+    write_selection(job.out, job.table, selection.kept, measured, about, best)
     page = write_selection_page(
         job.out.with_suffix(".html"), out=job.out, samples=job.samples, header=header,
         problems=problems, duplicates=job.duplicates, measured=measured, selection=selection,
@@ -142,3 +159,13 @@ def finish(job: Job) -> str:
     lines += [f"{count:10,} dropped: {rule}" for rule, count in selection.dropped.items()]
     lines += [f"{len(selection.kept):10,} kept", str(page), str(job.out)]
     return "\n".join(lines)
+
+
+def _best(job: Job, index: int, response: str | None) -> str:
+    if response is None:
+        raise DataError(
+            f"{place(job.evaluation.dataset, index)}: no response has a score, so none is the best "
+            f"of --best-of={job.best_of}; judge by what gives scores, such as "
+            "reward.verifier=reward_model, or leave the prompt out"
+        )
+    return response

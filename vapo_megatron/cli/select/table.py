@@ -17,10 +17,14 @@ from vapo_megatron.errors import DataError
 
 METADATA_KEY = b"vapo_megatron.select"
 """Key of the rules and counts, as JSON, in the parquet file's metadata."""
+MEASURED = (
+    "pass_rate", "score_mean", "scores", "length_mean", "lengths", "truncated_fraction",
+)  # fmt: skip
+"""Columns that a selection adds, each of that name in Measured."""
 
 
-def check_out(out: Path) -> None:
-    """Refuse to replace what is no selection.
+def check_out(out: Path, key: bytes = METADATA_KEY, kind: str = "selection") -> None:
+    """Refuse to replace what is no file of this kind; key: what such a file's metadata has.
 
     Raises:
         DataError: names the file.
@@ -29,8 +33,8 @@ def check_out(out: Path) -> None:
         raise DataError(f"--out={out} must end in .parquet; change it")
     if out.exists():
         with parquet_file(out) as file:
-            if METADATA_KEY not in (file.schema_arrow.metadata or {}):
-                raise DataError(f"--out={out} exists and is no selection; give another file")
+            if key not in (file.schema_arrow.metadata or {}):
+                raise DataError(f"--out={out} exists and is no {kind}; give another file")
 
 
 def source_table(data: Path, columns: DataConfig, problems: Sequence[Problem]) -> Any:
@@ -76,6 +80,7 @@ def write_selection(
     kept: Sequence[int],
     measured: Mapping[int, Measured],
     about: Mapping[str, Any],
+    texts: Mapping[str, Sequence[str]],
 ) -> None:
     """Write the kept rows with all their columns; the same rows and numbers give the same bytes.
 
@@ -87,21 +92,18 @@ def write_selection(
         kept: indices of rows.
         measured: of all kept rows.
         about: JSON values for the file's metadata.
+        texts: further columns of the kept rows, by name.
     """
     import pyarrow
 
     table = table.take(pyarrow.array(kept, pyarrow.int64()))
     of_kept = [measured[index] for index in kept]
+    kinds = {"scores": pyarrow.list_(pyarrow.float64()), "lengths": pyarrow.list_(pyarrow.int32())}
     added = {
-        "pass_rate": pyarrow.array([m.pass_rate for m in of_kept], pyarrow.float64()),
-        "score_mean": pyarrow.array([m.score_mean for m in of_kept], pyarrow.float64()),
-        "scores": pyarrow.array([m.scores for m in of_kept], pyarrow.list_(pyarrow.float64())),
-        "length_mean": pyarrow.array([m.length_mean for m in of_kept], pyarrow.float64()),
-        "lengths": pyarrow.array([m.lengths for m in of_kept], pyarrow.list_(pyarrow.int32())),
-        "truncated_fraction": pyarrow.array(
-            [m.truncated_fraction for m in of_kept], pyarrow.float64()
-        ),
+        name: pyarrow.array([getattr(m, name) for m in of_kept], kinds.get(name, pyarrow.float64()))
+        for name in MEASURED
     }
+    added |= {name: pyarrow.array(of, pyarrow.string()) for name, of in texts.items()}
     table = table.drop_columns([name for name in table.column_names if name in added])
     for name, values in added.items():
         table = table.append_column(name, values)

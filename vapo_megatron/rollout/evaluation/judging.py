@@ -147,6 +147,7 @@ def judge_problems(
     kept_by: Callable[[Sequence[int]], str] | None = None,
     problems_per_batch: int | None = None,
     episodes: Episodes | None = None,
+    keeps_tokens: bool = False,
 ) -> Iterator[JudgedProblems]:
     """Sample, judge and count votes, batch by batch; memory does not grow with the problems.
 
@@ -167,6 +168,7 @@ def judge_problems(
         kept_by: keep responses' texts, and episodes' turns as it decodes them; None: neither.
         problems_per_batch: over all replicas; None: enough for two full batches of each engine.
         episodes: see generate.
+        keeps_tokens: keep responses' token ids, too.
 
     Yields:
         Per batch this replica's problems, in order, on its first rank; an empty list elsewhere.
@@ -196,6 +198,11 @@ def judge_problems(
             yield []
             continue
         responses = [_response(r, judged, kept_by) for r, judged in zip(rollouts, found)]
+        if keeps_tokens:
+            responses = [
+                {**response, "token_ids": r.token_ids.tolist()}
+                for response, r in zip(responses, rollouts, strict=True)
+            ]
         groups = [responses[i : i + samples] for i in range(0, len(responses), samples)]
         asked = [rollout.prompt.problem for rollout in rollouts[::samples]]
         for group, votes in zip(groups, count_votes(verifier, asked, groups)):

@@ -21,7 +21,7 @@ from typing import Any
 
 from vapo_megatron.config import RewardConfig
 from vapo_megatron.data.lock import locked
-from vapo_megatron.data.problems import Problem
+from vapo_megatron.data.problems import Problem, jsonl_rows
 from vapo_megatron.data.storage import replacing, to_line
 from vapo_megatron.errors import DataError
 from vapo_megatron.reward.columns import columns_read
@@ -109,6 +109,26 @@ def begin_parts(out: Path, header: Mapping[str, Any], count: int) -> None:
 def part_of(out: Path, replica: int) -> Path:
     """Return the path of a replica's part."""
     return out.with_name(f"{out.name}.part{replica:04}")
+
+
+def read_samples(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return a file's header and its problems' lines, whatever evaluation or selection it is of.
+
+    Raises:
+        DataError: it is not such a file, or was not finished.
+    """
+    if not path.is_file():
+        raise DataError(f"samples file {path} does not exist; give one that vapo evaluate wrote")
+    lines = [line for _, line in jsonl_rows(path)]
+    if not lines or "evaluation" not in lines[0]:
+        raise DataError(f"{path} is not an evaluation's file; give one that vapo evaluate wrote")
+    if any(path.parent.glob(f"{glob.escape(path.name)}.part*")):
+        raise DataError(f"{path} is not finished; let the evaluation end, or run it again")
+    header, *problems = lines
+    for number, line in enumerate(problems, 2):
+        if not {"prompt_index", "answer", "verifier", "responses"} <= set(line):
+            raise DataError(f"{path}, line {number} was not written by an evaluation; remove it")
+    return header, problems
 
 
 def _has_problems(path: Path) -> bool:

@@ -166,7 +166,7 @@ def estimates(problems: Sequence[Mapping[str, float]], seed: int) -> dict[str, E
     values = np.array([[p[name] for name in names] for p in problems])
     if len(problems) == 1:
         return {name: Estimate(value, None, None) for name, value in means(problems).items()}
-    low, high = np.percentile(_resampled_means(values, seed), [2.5, 97.5], axis=0).tolist()
+    low, high = np.percentile(resampled_means(values, seed), [2.5, 97.5], axis=0).tolist()
     found = {}
     for i, (name, value) in enumerate(means(problems).items()):
         interval: tuple[float | None, float | None] = low[i], high[i]
@@ -177,7 +177,7 @@ def estimates(problems: Sequence[Mapping[str, float]], seed: int) -> dict[str, E
     return found
 
 
-def _resampled_means(values: np.ndarray, seed: int) -> np.ndarray:
+def resampled_means(values: np.ndarray, seed: int) -> np.ndarray:
     """Return the statistics' means [RESAMPLES, S] over problems drawn from values [P, S]."""
     random = np.random.RandomState(seed % 2**32)
     count = len(values)

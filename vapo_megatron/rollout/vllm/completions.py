@@ -15,6 +15,9 @@ from vllm.v1.engine import FinishReason
 
 from vapo_megatron.rollout.requests import Request, SamplingSettings, continued_seed
 
+LEAST_BIAS = -100.0
+"""What a banned token's logit loses: the most that vLLM takes."""
+
 
 def request(sampling: SamplingSettings, stop: Sequence[int], asked: Request) -> SamplingParams:
     """Return vLLM's parameters of a response that begins or goes on.
@@ -31,6 +34,7 @@ def request(sampling: SamplingSettings, stop: Sequence[int], asked: Request) -> 
         seed=continued_seed(asked.seed, sampled),
         stop_token_ids=list(stop),
         ignore_eos=True,  # Only the stop tokens above.
+        logit_bias=dict.fromkeys(asked.banned, LEAST_BIAS) if asked.banned else None,
         logprobs=0,  # Only of the sampled token.
         flat_logprobs=True,  # Lists of numbers: half the memory of a dict per token.
         detokenize=False,

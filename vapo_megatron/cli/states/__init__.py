@@ -1,0 +1,1 @@
+"""The command states: trajectories become prompts for reinforcement learning on single steps."""
