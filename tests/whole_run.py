@@ -94,7 +94,7 @@ class Engine:
         while more := work.take(self.at_once):
             requests += more
         self.asked(requests, sampling, policy_version, has_time)
-        for rollout, seed, _ in self.order(requests):
+        for rollout, seed, *_ in self.order(requests):
             response = self.respond(rollout, seed)
             done += 1
             if response is not None:

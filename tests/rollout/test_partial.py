@@ -46,7 +46,7 @@ class Counting(Engine):
     def run(self, work, sampling, version, show, has_time):
         requests = work.take(self.at_once)
         self.given = [r.rollout for r in requests]
-        self.seeds += [(seed, (r.prompt.index, r.sample)) for r, seed, _ in requests]
+        self.seeds += [(seed, (r.prompt.index, r.sample)) for r, seed, *_ in requests]
         running = {r.position: r for r in self.given}
         while running and not work.is_enough():
             if has_time is not None and not has_time():

@@ -61,7 +61,7 @@ class Sampler(Engine):
     def asked(self, requests, *_):
         self.sizes.append(len(requests))
         # The same noise at every step, none of training's.
-        for rollout, seed, _ in requests:
+        for rollout, seed, *_ in requests:
             expected = request_seed(0, 0, "evaluation", rollout.prompt.index, rollout.sample)
             assert seed == expected
 

@@ -197,23 +197,36 @@ def judge_problems(
         if verifier is None:
             yield []
             continue
-        responses = [_response(r, judged, kept_by) for r, judged in zip(rollouts, found)]
-        if keeps_tokens:
-            responses = [
-                {**response, "token_ids": r.token_ids.tolist()}
-                for response, r in zip(responses, rollouts, strict=True)
-            ]
-        groups = [responses[i : i + samples] for i in range(0, len(responses), samples)]
-        asked = [rollout.prompt.problem for rollout in rollouts[::samples]]
-        for group, votes in zip(groups, count_votes(verifier, asked, groups)):
-            assert [r["sample"] for r in group] == list(range(samples)), "each group is complete"
-            for response, vote in zip(group, votes):
-                response["vote"] = vote
-        yield [(r.prompt, group) for r, group in zip(rollouts[::samples], groups)]
+        responses = [
+            _response(r, judged, kept_by, keeps_tokens=keeps_tokens)
+            for r, judged in zip(rollouts, found)
+        ]
+        yield _voted(verifier, rollouts, responses, samples)
+
+
+def _voted(
+    verifier: RunningVerifier,
+    rollouts: Sequence[Rollout],
+    responses: Sequence[Response],
+    samples: int,
+) -> JudgedProblems:
+    """Return the responses by problem, with their votes."""
+    groups = [list(responses[i : i + samples]) for i in range(0, len(responses), samples)]
+    prompts = [rollout.prompt for rollout in rollouts[::samples]]
+    votes_of = count_votes(verifier, [prompt.problem for prompt in prompts], groups)
+    for group, votes in zip(groups, votes_of):
+        assert [r["sample"] for r in group] == list(range(samples)), "each group is complete"
+        for response, vote in zip(group, votes):
+            response["vote"] = vote
+    return list(zip(prompts, groups))
 
 
 def _response(
-    rollout: Rollout, judged: Judged, kept_by: Callable[[Sequence[int]], str] | None
+    rollout: Rollout,
+    judged: Judged,
+    kept_by: Callable[[Sequence[int]], str] | None,
+    *,
+    keeps_tokens: bool,
 ) -> Response:
     is_pending = isinstance(judged.verdict, Pending)
     return {
@@ -230,6 +243,7 @@ def _response(
         **({"note": judged.verdict.note} if judged.verdict.status in FAILED else {}),
         **_turns(rollout, kept_by),
         **(_unread(rollout) if is_pending else {}),
+        **({"token_ids": rollout.token_ids.tolist()} if keeps_tokens else {}),
     }
 
 
