@@ -24,6 +24,9 @@ FEATURES: Mapping[str, str] = {
     "GRPO": "algorithm.advantage_estimator=grpo algorithm.value_pretraining_steps=0",
     "value pretraining alone": "algorithm.stage=value_pretraining",
     "DIS loss": "algorithm.policy_loss=dis",
+    "given responses": "data.response_column=response algorithm.policy_loss=none"
+    " algorithm.advantage_estimator=none algorithm.value_pretraining_steps=0"
+    " algorithm.group_size=1",
     "LM loss by advantage": "algorithm.positive_lm_weight=advantage",
     "bounded values": "algorithm.value_range=[-2,2]",
     "FP8": "model.fp8=hybrid",

@@ -44,6 +44,14 @@ def sync_seconds(capsys, *options):
     return float(row.split()[-1])
 
 
+def test_a_plan_of_fine_tuning_on_given_responses(capsys):
+    options = ["--gpus", "8", "--config", "sft", "--responses", "256", "--mini-batch", "64"]
+    assert plan.main(["--model", "Qwen2.5-7B", *options, "--response", "1024"]) == 0
+    told = capsys.readouterr().out
+    assert "step: 256 responses in groups of 1, mean 1024 tokens" in told
+    assert "vLLM: KV cache" not in told and "gpu_memory_utilization: " not in told
+
+
 @pytest.mark.parametrize(
     ("option", "layout"),
     [("--network", []), ("--nvlink", ["--pp", "1", "--vllm-tp", "4", "--nodes", "1"])],

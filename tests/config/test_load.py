@@ -264,6 +264,51 @@ algorithm.value_range=[-1,0,1]
     value_range=[-1.0, 0.0, 1.0] | must be [low, high]
 algorithm.policy_loss=dis  algorithm.sampler_correction=tis
     sampler_correction=tis | must be none | policy_loss=dis | policy_loss=ppo_clip
+algorithm.policy_loss=none  algorithm.sampler_correction=tis
+    sampler_correction=tis | must be none | policy_loss=none, which has no ratio; set it, or
+algorithm.policy_loss=none  algorithm.positive_lm_coef=0
+    policy_loss=none needs algorithm.positive_lm_coef above 0, found 0 | set positive_lm_coef=1
+algorithm.policy_loss=none  rollout.behaviour=sampler
+    behaviour=sampler | must be recomputed | policy_loss=none, which has no ratio
+algorithm.advantage_estimator=none  algorithm.value_pretraining_steps=0
+    advantage_estimator=none needs algorithm.policy_loss=none, found ppo_clip | =gae
+algorithm.advantage_estimator=none  algorithm.value_pretraining_steps=0
+  algorithm.policy_loss=none  algorithm.advantage_whitening=true
+    advantage_whitening=true needs advantages | advantage_estimator=none | =false
+data.response_column=r
+    algorithm.policy_loss=ppo_clip must be none with data.response_column=r: | response_column=null
+data.response_column=r  algorithm.policy_loss=none
+    algorithm.advantage_estimator=gae must be none with data.response_column=r: | no critic
+data.response_column=r  algorithm.policy_loss=none  algorithm.advantage_estimator=none
+    algorithm.value_pretraining_steps=50 must be 0 with data.response_column=r: | no critic
+{sft}  algorithm.group_size=16
+    algorithm.group_size=16 must be 1 with data.response_column=r: | a row has one response
+{sft}  algorithm.dynamic_sampling=true
+    algorithm.dynamic_sampling=true must be false with data.response_column=r: | sampled
+{sft}  algorithm.kl_coef=0.1
+    algorithm.kl_coef=0.1 must be 0 with data.response_column=r: | that the policy has sampled
+{sft}  rollout.placement=disaggregated  rollout.num_processes=1
+    rollout.placement=disaggregated must be colocated with data.response_column=r: | nothing is
+{sft}  rollout.lag=1
+    rollout.lag=1 needs rollout.placement=disaggregated
+{sft}  rollout.carry_over_groups=1
+    rollout.carry_over_groups=1 must be 0 with data.response_column=r: | nothing is sampled
+{sft}  model.reward_hf_path=rm
+    model.reward_hf_path=rm must be null with data.response_column=r: | nothing is judged
+{sft}  environment.use=a:B  reward.verifier=environment
+    data.response_column=r must not be combined with an environment | environment.use=null
+{sft}  environment.tools=[python]
+    data.response_column=r must not be combined with an environment | environment.tools=[]
+{sft}  algorithm.stage=value_pretraining
+    stage=value_pretraining | needs advantage_estimator=gae | found none
+{sft}  model.value_head_bias=mean_return
+    value_head_bias=mean_return needs a critic | advantage_estimator=none does not train
+{sft}  model.critic_checkpoint=runs/x
+    critic_checkpoint=runs/x needs a critic | advantage_estimator=none does not train
+{sft}  algorithm.positive_lm_weight=advantage
+    positive_lm_weight=advantage needs a critic | set positive_lm_weight=one
+{sft}  data.critic_prompt_column=hint
+    critic_prompt_column needs a critic | advantage_estimator=none does not train
 data.critic_prompt_column=hint  algorithm.advantage_estimator=grpo
   algorithm.value_pretraining_steps=0
     critic_prompt_column needs a critic | advantage_estimator=grpo | null
@@ -408,13 +453,20 @@ environment.use=a:B
 environment.use=a:B  reward.verifier=environment  rollout.carry_over_groups=1
     rollout.carry_over_groups must be 0 with an environment | found 1 | set it to 0
 """
-"""Overrides at the margin, two blanks between them; below, the parts of the error's line."""
+"""Overrides at the margin, two blanks between them; below, the parts of the error's line.
+
+{sft} stands for those of SFT.
+"""
+SFT = (
+    "data.response_column=r  algorithm.policy_loss=none  algorithm.advantage_estimator=none  "
+    "algorithm.value_pretraining_steps=0  algorithm.group_size=1"
+)
 
 
 def refused():
     """(overrides, parts) of each."""
     for case in re.split(r"\n(?=\S)", REFUSED.strip()):
-        overrides, parts = case.split("\n    ", 1)
+        overrides, parts = case.replace("{sft}", SFT).split("\n    ", 1)
         yield re.split(r"\s{2,}", overrides), re.split(r" \| |\n +", parts)
 
 

@@ -200,6 +200,8 @@ def policy_loss(
     at: list[float] | None,
 ) -> tuple[float, list[float]]:
     """(loss, d loss / d logprobs)."""
+    if settings.policy_loss == "none":
+        return 0.0, [0.0] * len(logprobs)
     scale, shift = settings.advantage_scale, settings.advantage_shift
     advantages = (problem.advantages * scale + shift).tolist()
     if settings.policy_loss == "ppo_clip":

@@ -34,6 +34,12 @@ PACKED, SMALL, UNPACKED = 2000, 250, 1
 """Token budgets: one or two microbatches on a rank, several, one for each response."""
 
 
+NOT_GIVEN = (
+    "rollout_logprobs", "old_logprobs", "reference_logprobs", "values", "advantages", "returns",
+)  # fmt: skip
+"""What given responses have not."""
+
+
 class Layout(NamedTuple):
     tp: int = 1
     pp: int = 1
@@ -261,6 +267,9 @@ def _gradients(
     scale, shift = (algorithm.pop(f"advantage_{n}", d) for n, d in (("scale", 1), ("shift", 0)))
     batch = problem.batch(scale, shift)
     batch = select(batch, [p for m in mine for p in m])
+    if algorithm.get("policy_loss") == "none":
+        # As given responses come: nothing but their tokens.
+        batch = batch.replace(**dict.fromkeys(NOT_GIVEN))
     tree = model.config.model_dump()
     model.config = VapoConfig.model_validate({**tree, "algorithm": algorithm})
     batch, _ = with_policy_mask(batch, model.config.algorithm, here)

@@ -87,7 +87,7 @@ class CriticLoss(NamedTuple):
 
 ACTOR_LOSSES = {
     "policy": ActorLoss(advantage_scale=1.0),
-    "positive NLL": ActorLoss(positive_lm_coef=1.0),
+    "positive NLL": ActorLoss(positive_lm_coef=1.0, policy_loss="none"),
     "entropy": ActorLoss(entropy_coef=1.0),
     # With a shift, because A log pi of either sign would cancel to a loss without digits.
     "DIS": ActorLoss(1.0, policy_loss="dis", advantage_shift=0.7),

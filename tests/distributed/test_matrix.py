@@ -1,7 +1,8 @@
 """Every parameter's gradient, in every layout, equals the float64 reference's.
 
-Actor (clipped policy, positive-example NLL, entropy, each alone; together with IcePop and the KL to
-a reference policy, token- and sample-level; DIS and DPPO where one axis is above 1) and critic
+Actor (clipped policy, entropy, each alone; the positive-example NLL without a policy loss, as given
+responses are trained on; together with IcePop and the KL to a reference policy, token- and
+sample-level; DIS and DPPO where one axis is above 1) and critic
 (plain and clipped value loss, and values in a range), on responses of 1 to 300 tokens of which two
 in twenty are correct and four are episodes of several turns; and what GAE makes of the critic's
 values, counted in tokens and in turns. The layouts are in cases.py, the reference in

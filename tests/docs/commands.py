@@ -104,6 +104,18 @@ RUNS = (
         shows="done: runs/tiny/dapo",
     ),
     Run(
+        _TRAIN + "--config sft",
+        (
+            *SIZES, "algorithm.value_pretraining_steps=0", "algorithm.group_size=1",
+            "algorithm.policy_steps=2",
+        ),
+        shows="done: runs/tiny/warm/report.html",
+    ),
+    Run(
+        _TRAIN + "model.hf_path=runs/tiny/warm/hf_export", TINY_RUN,
+        shows="done: runs/tiny/warm_vapo",
+    ),
+    Run(
         _TRAIN + "logging.run_dir=runs/tiny/values",
         (
             *SIZES, "algorithm.value_pretraining_steps=2",

@@ -130,6 +130,8 @@ def ready(tmp_path_factory):
     problems = [json.loads(line) for line in (place / "problems.jsonl").open()]
     lines = [json.dumps({**problem, "tolerance": 1}) + "\n" for problem in problems]
     (place / "near.jsonl").write_text("".join(lines))
+    solved = [{"prompt": p["prompt"], "response": f"Answer:{p['answer']}"} for p in problems]
+    (place / "solutions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in solved))
     mbpp = {"prompt": "Add 1.", "code": "def f(x): return x + 1", "test_list": ["assert f(1) == 2"]}
     (place / "mbpp.jsonl").write_text(json.dumps(mbpp) + "\n")
     for name, part in (("dapo_math_17k", "train"), ("aime_2024", "test")):

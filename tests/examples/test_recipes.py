@@ -8,7 +8,7 @@ recipe learns.
 import json
 import os
 import re
-from math import exp, log
+from math import exp, isnan, log, nan
 from pathlib import Path
 from statistics import mean, stdev
 from types import SimpleNamespace
@@ -74,8 +74,14 @@ CHANGES = {
         "verifiers": {"pairwise": {"reference_column": "reference"}}, "from_score": [0.0, 1.0],
         "overlong_buffer_tokens": 0,
     },
+    "sft": {
+        "policy_loss": "none", "advantage_estimator": "none", "positive_lm_coef": 1.0,
+        "value_pretraining_steps": 0, "group_size": 1, "response_column": "response",
+        "answer_column": None, "overlong_buffer_tokens": 0,
+    },
 }  # fmt: skip
 """Fields that a recipe leaves other than the 32B base has them (VAPO, soft punishment)."""
+WITHOUT_CRITIC = ("grpo", "dr_grpo", "dapo", "sft")
 
 
 def recipe(name):
@@ -96,7 +102,7 @@ def changed(base, name):
 NAMES = {
     "vapo": "VAPO", "ppo": "PPO", "vc_ppo": "VC-PPO", "grpo": "GRPO", "dr_grpo": "Dr.GRPO",
     "dapo": "DAPO", "orz": "Open-Reasoner-Zero", "concise": "PPO with group sampling",
-    "sao": "SAO", "bpco": "BPCO", "pairwise_rl": "VAPO",
+    "sao": "SAO", "bpco": "BPCO", "pairwise_rl": "VAPO", "sft": "SFT",
 }  # fmt: skip
 
 
@@ -116,6 +122,7 @@ def test_another_policy_loss_is_named_beside_the_algorithm():
         ("GRPO + DIS", {**dis, "advantage_estimator": "grpo"}),
         ("VAPO without clip-higher", {"clip_high": 0.2}),
         ("Value pretraining", {**dis, "stage": "value_pretraining"}),
+        ("Fine-tuning on correct responses", {"policy_loss": "none"}),
     ):
         assert algorithm_name({"algorithm": fields}) == name
 
@@ -148,9 +155,12 @@ def test_a_recipe_is_planned_over_either_base(base, name, capsys):
     model = ["model.hf_path=Qwen2.5-0.5B"] if base is TINY else []
     assert main([*files, *model, "--dry-run"]) == 0
     plan = capsys.readouterr().out
-    has_critic = name not in ("grpo", "dr_grpo", "dapo")
+    has_critic = name not in WITHOUT_CRITIC
     assert ("actor and critic, on" in plan) == has_critic
     assert ("critic_update  " in plan) == has_critic
+    samples = name != "sft"
+    for phase in ("generation", "logprobs", "sync", "vLLM: KV cache of"):
+        assert bool(re.search(rf"^# +{phase} ", plan, re.M)) == samples, phase
     assert "no plan could be made" not in plan
 
 
@@ -271,6 +281,9 @@ def by_hand(name):
         of_tokens = surrogate(advantages, 0.28)
         policy = sum(sum(of_tokens[i]) for i in WHOLE) / (13 - 3)
         return advantages, None, policy, policy
+    if name == "sft":
+        # The LM loss is what VAPO adds a tenth of, and all that there is.
+        return None, None, None, nll()
     if name in ALPHA:
         # alpha 1.5: lambda 1/3, 2/3, 7/9, 5/6 at 1 to 4 tokens; alpha .4: 0, 0, 1/6, 3/8.
         lambdas = [max(0.0, 1 - 1 / (ALPHA[name] * n)) for n in LENGTHS]
@@ -375,7 +388,7 @@ def computed(files, overrides):
         for microbatch in mini_batch.microbatches:
             output = torch.tensor(sum((outputs[i] for i in microbatch.batch.positions), []))
             loss, metrics = model._loss(mini_batch, output, microbatch)
-            found.append([float(loss), float(metrics.get("policy_loss", 0))])
+            found.append([float(loss), float(metrics.get("policy_loss", nan))])
         return [sum(one) for one in zip(*found)]
 
     logprobs = [[OLD_LOGPROB + float(torch.tensor(r).log()) for r in some] for some in RATIOS]
@@ -424,9 +437,14 @@ def test_advantages_and_losses_by_hand(workers, name):
     (found,) = workers.run(1, computed, files, overrides)
     batch, policy, whole, of_critic, updates, values, metrics = found
     advantages, returns, expected_policy, expected_whole = by_hand(name)
-    assert batch.advantages.tolist() == pytest.approx(sum(advantages, []), abs=1e-6)
-    # Sums of 13 float32 terms of at most 2.
-    assert policy == pytest.approx(expected_policy, abs=1e-7)
+    if name == "sft":
+        assert (
+            batch.advantages is None and isnan(policy) and "algorithm/advantage_mean" not in metrics
+        )
+    else:
+        assert batch.advantages.tolist() == pytest.approx(sum(advantages, []), abs=1e-6)
+        # Sums of 13 float32 terms of at most 2.
+        assert policy == pytest.approx(expected_policy, abs=1e-7)
     assert whole == pytest.approx(expected_whole, abs=1e-7)
     if returns is None:
         assert batch.returns is None and of_critic is None

@@ -27,6 +27,7 @@ from vapo_megatron.planning.describe import (
     dry_run_comment,
     to_paste,
 )
+from vapo_megatron.planning.host_memory import batch_bytes, step_host_bytes
 from vapo_megatron.planning.misfits import check_fits, find_misfit
 from vapo_megatron.planning.plan import (
     PUBLISHED_OVER_PREDICTED,
@@ -204,6 +205,67 @@ def test_a_critic_costs_its_phases():
     assert 1.8 < model_flops(SMALL_SHAPE, workload) / model_flops(SMALL_SHAPE, alone) < 2
     pretraining = dataclasses.replace(workload, trained_roles=("critic",))
     assert model_flops(SMALL_SHAPE, pretraining) == once - actor, "the policy stands still"
+
+
+def given(config):
+    """The configuration with responses that the data give."""
+    algorithm = {"policy_loss": "none", "advantage_estimator": "none", "group_size": 1}
+    return changed(
+        config,
+        data={"response_column": "response"},
+        algorithm={**algorithm, "value_pretraining_steps": 0},
+    )
+
+
+def test_given_responses_are_an_update_alone():
+    sampled = changed(
+        with_parallel(SMALL_BASE, offload=True, recompute="full"),
+        algorithm={"advantage_estimator": "grpo", "value_pretraining_steps": 0},
+    )
+    config = given(sampled)
+    one, other = planned(config), planned(sampled)
+    assert set(one.seconds) == {"actor_update", "offload"} and one.generation is None
+    assert one.seconds["actor_update"] == other.seconds["actor_update"]
+    # 2 bytes and an eighth of 12 there and back, without 2 for the scores.
+    copies = one.training.offload_seconds / other.training.offload_seconds
+    assert copies == pytest.approx(7 / 9)
+    assert one.step_seconds == sum(one.seconds.values())
+    assert set(one.memory) == {"actor_update"} and one.kv_cache_tokens == 0
+    difference = other.memory["actor_update"].reserve - one.memory["actor_update"].reserve
+    assert difference == memory.CUDA_GRAPH_BYTES
+    resident = peak_memory(SMALL_SHAPE, with_parallel(config, offload=False), SMALL.gpu_bytes)
+    assert resident["actor_update"].kv_cache == resident["actor_update"].engine_weights == 0
+    # A share of vLLM's that would leave it no cache is a misfit only where there is vLLM.
+    for both, fits in ((sampled, False), (config, True)):
+        tight = with_rollout(both, gpu_memory_utilization=0.01)
+        tight = with_parallel(tight, tensor_model_parallel_size=2, sequence_parallel=True)
+        phases = peak_memory(SMALL_SHAPE, tight, SMALL.gpu_bytes)
+        misfit = find_misfit(SMALL_SHAPE, tight, SMALL, phases)
+        assert misfit is None if fits else "KV cache" in misfit.reason
+
+
+def test_given_responses_in_host_memory_by_hand():
+    # 256 responses on 8 ranks; 12 bytes a token of a rank's 32, and the batch.
+    config = with_parallel(given(SMALL_BASE), world_size=8)
+    prompt, response = config.rollout.max_prompt_tokens, config.rollout.max_response_tokens
+    batch = batch_bytes(config, 32 * (prompt + response), 32 * response)
+    for keeps in (False, True):
+        found = step_host_bytes(config, keeps_rollouts=keeps)
+        assert found == 32 * response * 12 + batch
+
+
+def test_layouts_for_given_responses_are_ranked_without_vllm():
+    config = given(SMALL_BASE)
+    found = rank(SMALL_SHAPE, config, SMALL, workload_of(config), Fixed())
+    assert {p.config.rollout.tensor_model_parallel_size for p in found.plans} == {1}
+    table = describe_ranking(found, 3)
+    head, first, *_ = table.splitlines()
+    assert "sample" not in head.split() and "sync" not in head.split() and " - " in first
+    text = describe_plan(SMALL_SHAPE, found.plans[0])
+    assert ", responses given: " in text and "vLLM: KV cache" not in text
+    assert "generation" not in text and "logprobs" not in text
+    pasted = yaml.safe_load(to_paste(found.plans[0].config))
+    assert set(pasted["rollout"]) == {"max_prompt_tokens", "max_response_tokens"}
 
 
 def test_copies_to_hosts_by_hand():

@@ -8,8 +8,9 @@ import pytest
 
 from tests.rollout.chat_tokenizer import CHATML, SPECIAL, write_chat_tokenizer
 from tests.rollout.test_special_tokens import WRITTEN, dataset_of
-from vapo_megatron.rollout.input_warnings import end_of_turn, input_warnings
+from vapo_megatron.rollout.input_warnings import input_warnings
 from vapo_megatron.rollout.inputs import Inputs
+from vapo_megatron.rollout.special_tokens import end_of_turn
 from vapo_megatron.rollout.tokenizer import load_tokenizer
 
 

@@ -25,7 +25,7 @@ class PolicyLoss(NamedTuple):
     """Argument -> field of LossSettings."""
 
 
-POLICY_LOSSES = {
+POLICY_LOSSES: dict[str, PolicyLoss | None] = {
     "ppo_clip": PolicyLoss(
         clipped_policy_loss, "old_logprobs", {"clip_low": "clip_low", "clip_high": "clip_high"}
     ),
@@ -37,17 +37,20 @@ POLICY_LOSSES = {
         "rollout_logprobs",
         {"max_difference": "dppo_max_difference", "ratio_cap": "dppo_ratio_cap"},
     ),
+    "none": None,
 }
+"""None: the loss has no policy term, and no metrics of a ratio."""
 
 
 class LossTokens(NamedTuple):
     """The loss's inputs for the T response tokens of a microbatch; [T] unless stated otherwise."""
 
-    old_logprobs: Tensor
-    """From the policy before this step's updates."""
-    rollout_logprobs: Tensor
-    """From the inference engine."""
-    advantages: Tensor
+    old_logprobs: Tensor | None
+    """From the policy before this step's updates; None: there is no policy loss."""
+    rollout_logprobs: Tensor | None
+    """From the inference engine; None: no policy loss is relative to it."""
+    advantages: Tensor | None
+    """None: there is no policy loss."""
     reference_logprobs: Tensor | None
     """From the reference policy; None: kl_coef is 0."""
     cu_seqlens: Tensor
@@ -104,6 +107,9 @@ def actor_loss(
 
         L = L_policy + positive_lm_coef * L_NLL + kl_coef * KL - entropy_coef * H
 
+    With policy_loss "none" L_policy is 0: on given responses, which all count as correct, that is
+    supervised fine-tuning; on sampled ones, fine-tuning on the correct ones.
+
     Source: VAPO (arXiv 2504.05118), section 4.3; KL and entropy belong to related algorithms.
 
     Args:
@@ -125,16 +131,11 @@ def actor_loss(
         max_response_tokens=settings.max_response_tokens,
     )
     of_policy = {"num_tokens": count, "num_trained_tokens": counts.policy_tokens}
-    # The ratio is to old_logprobs or, for DIS and DPPO, to rollout_logprobs.
-    chosen = POLICY_LOSSES[settings.policy_loss]
-    policy_loss, metrics = chosen.function(
-        logprobs,
-        getattr(tokens, chosen.relative_to),
-        tokens.advantages,
-        weights,
-        **{name: getattr(settings, field) for name, field in chosen.bounds.items()},
-        **of_policy,
-    )
+    policy_loss, metrics = None, dict[str, Tensor]()
+    if (chosen := POLICY_LOSSES[settings.policy_loss]) is not None:
+        policy_loss, metrics = _policy_loss(
+            chosen, logprobs, tokens, weights, settings, **of_policy
+        )
     nll = positive_lm_loss(
         logprobs,
         tokens.loss_mask,
@@ -142,7 +143,9 @@ def actor_loss(
         num_positive_tokens=counts.positive_tokens,
         weights=tokens.positive_weights,
     )
-    loss = policy_loss + settings.positive_lm_coef * nll
+    loss = settings.positive_lm_coef * nll
+    if policy_loss is not None:
+        loss = policy_loss + loss
     if entropy is not None:
         total = (entropy * weights).sum()
         loss = loss - settings.entropy_coef * total / count.clamp(min=1)
@@ -150,16 +153,37 @@ def actor_loss(
         kl, of_kl = reference_kl(logprobs, tokens.reference_logprobs, weights, **of_policy)
         loss = loss + settings.kl_coef * kl
         metrics |= of_kl
-    return loss, {
-        **metrics,
-        "policy_loss": policy_loss.detach(),
-        "positive_lm_loss": nll.detach(),
-        "loss": loss.detach(),
-        **ratio_difference(
-            logprobs,
-            tokens.old_logprobs,
-            tokens.policy_weights,
-            high=settings.high_ratio_difference,
-            num_tokens=counts.policy_tokens,
-        ),
-    }
+    return loss, {**metrics, "positive_lm_loss": nll.detach(), "loss": loss.detach()}
+
+
+def _policy_loss(
+    chosen: PolicyLoss,
+    logprobs: Tensor,
+    tokens: LossTokens,
+    weights: Tensor,
+    settings: LossSettings,
+    *,
+    num_tokens: Tensor,
+    num_trained_tokens: Tensor,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the policy loss and its metrics, those of the ratio to old_logprobs among them."""
+    # The loss's own ratio is to old_logprobs or, for DIS and DPPO, to rollout_logprobs.
+    others, old_logprobs = getattr(tokens, chosen.relative_to), tokens.old_logprobs
+    assert others is not None and old_logprobs is not None and tokens.advantages is not None
+    loss, metrics = chosen.function(
+        logprobs,
+        others,
+        tokens.advantages,
+        weights,
+        **{name: getattr(settings, field) for name, field in chosen.bounds.items()},
+        num_tokens=num_tokens,
+        num_trained_tokens=num_trained_tokens,
+    )
+    of_ratio = ratio_difference(
+        logprobs,
+        old_logprobs,
+        tokens.policy_weights,
+        high=settings.high_ratio_difference,
+        num_tokens=num_trained_tokens,
+    )
+    return loss, {**metrics, "policy_loss": loss.detach(), **of_ratio}

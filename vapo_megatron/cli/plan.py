@@ -85,7 +85,9 @@ def plan(options: argparse.Namespace) -> tuple[str, str | None]:
         closest, refusal = describe.describe_misfit(shape, ranking, cluster)
         return f"{job}\n\n{table}\n\n{closest}", refusal
     details = [
-        describe.describe_plan(shape, one, resharding_seconds(shape, one))
+        describe.describe_plan(
+            shape, one, resharding_seconds(shape, one) if one.config.samples else None
+        )
         for one in ranking.plans[: options.details]
     ]
     best = ranking.plans[0]

@@ -34,7 +34,8 @@ def check_run(config: VapoConfig, replay: Path | None, *, all_answers: bool = Fa
 
     Returns:
         What to tell: a warning if the disk will be full, and unless it is a replay or not
-        all_answers, how many rows of each file each verifier judges, and an episode.
+        all_answers, how many rows of each file each verifier judges, and an episode; or how many
+        responses the files give.
 
     Raises:
         UserError: the first thing that is wrong: what, where, and the remedy.
@@ -44,13 +45,16 @@ def check_run(config: VapoConfig, replay: Path | None, *, all_answers: bool = Fa
     from vapo_megatron.cli.checks.answers import check_answers
     from vapo_megatron.cli.checks.episode import try_episode
     from vapo_megatron.planning.disk import check_disk
+    from vapo_megatron.rollout.given import count_responses
     from vapo_megatron.rollout.input_warnings import tell_warnings
 
     if all_answers:  # A run's first rank says it once the processes have started.
         tell_warnings(inputs)
     # check_rank has refused a full disk; this is for the warning.
     told = check_disk(config, inputs.shape)
-    if replay is None:
+    if not config.samples and all_answers:
+        told += count_responses(inputs)
+    if replay is None and config.samples:
         told += check_answers(config, inputs, all_answers=all_answers)
         episode = try_episode(config, inputs)
         told += episode if all_answers else []
@@ -90,7 +94,7 @@ def check_inputs(config: VapoConfig, replay: Path | None) -> Inputs:
     check_not_in_use(Path(config.logging.run_dir))
     shape = read_model_shape(str(config.model.hf_path))
     check_sizes(config, shape)
-    if replay is None:
+    if replay is None and config.samples:
         check_sampled(str(config.model.hf_path), shape)
         check_extra_arguments(config.rollout.vllm_args)
     # All paths are local, so do not ask the hub; read when transformers is loaded.

@@ -35,10 +35,11 @@ class AlgorithmConfig(Section):
         ge=1,
     )
     mini_batch_size: int = _field(512, "Responses per optimizer update, summed over ranks.", ge=1)
-    advantage_estimator: Literal["gae", "grpo", "dr_grpo"] = _field(
+    advantage_estimator: Literal["gae", "grpo", "dr_grpo", "none"] = _field(
         "gae",
         "How advantages are computed; gae: from a critic's values; grpo: (reward - mean) / std of "
-        "the group; dr_grpo: reward - mean; the last two train no critic.",
+        "the group; dr_grpo: reward - mean; none: there are none, as policy_loss=none needs none. "
+        "Only gae trains a critic.",
     )
     stage: Literal["all", "value_pretraining"] = _field(
         "all",
@@ -80,11 +81,12 @@ class AlgorithmConfig(Section):
         "adaptive lambda is their number.",
     )
     gamma: float = _field(1.0, "Discount per token, or turn: see gae_unit.", "gamma", gt=0, le=1)
-    policy_loss: Literal["ppo_clip", "dis", "dppo_tv"] = _field(
+    policy_loss: Literal["ppo_clip", "dis", "dppo_tv", "none"] = _field(
         "ppo_clip",
         "ppo_clip: clipped ratio to the policy before the step; dis, dppo_tv: ratio to the "
         "engine, tokens dropped by their ratio (SAO) or by how far their probability moved "
-        "(DPPO).",
+        "(DPPO); none: the positive-example loss alone, so fine-tuning on correct or given "
+        "responses.",
     )
     clip_low: float = _field(
         0.2, "Lower clip of the probability ratio, with ppo_clip.", "epsilon_low", ge=0, lt=1

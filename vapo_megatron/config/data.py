@@ -67,6 +67,11 @@ class DataConfig(Section):
     sources: dict[str, SourceConfig] = _field(
         {}, "Several files by name, in place of train_path, each with the fields below."
     )
+    response_column: str | None = _field(
+        None,
+        "Column of all files, evaluation's too, with the response to train on: text, or token ids; "
+        "null: responses are sampled. Needs algorithm.policy_loss=none.",
+    )
     skip_unusable: bool = _field(
         False,
         "Leave out the rows that their verifier cannot judge, also of evaluation files, and say "

@@ -235,6 +235,12 @@ METRICS: dict[str, Metric] = {
         "With reward.from_score: mean reward in evaluation, without a punishment of length.",
     ),
     "evaluation/response_length_mean": Metric("tokens", "Mean response length in evaluation."),
+    "evaluation/nll_mean": Metric(
+        "nat",
+        "With data.response_column: the loss on the held-out responses, the sum of -log p over all "
+        "their tokens, stop tokens included, divided by nll_tokens; at rollout.temperature.",
+    ),
+    "evaluation/nll_tokens": Metric("tokens", "Tokens of the held-out responses together."),
     "evaluation/truncated_fraction": Metric("", "Fraction of responses truncated in evaluation."),
     "time/*_seconds": Metric("s", "Time in one phase of the step, on rank 0."),
     "time/step_seconds": Metric("s", "Time of the whole step."),

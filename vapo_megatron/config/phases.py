@@ -88,7 +88,9 @@ SYNC = _phase("sync", "weights are sent to vLLM", device={"actor": "parameters"}
 # Nothing at first: the writer brings one role at a time to the device.
 CHECKPOINT = _phase("checkpoint", "state is saved", limit="checkpoint_seconds", device={})
 EVALUATION = _phase(
-    "evaluation", "held-out problems are sampled and verified", limit="generation_seconds"
+    "evaluation",
+    "held-out problems are sampled and verified, or the loss on given responses is computed",
+    limit="generation_seconds",
 )
 EXPORT = _phase(
     "export",

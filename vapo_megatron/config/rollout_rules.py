@@ -1,13 +1,51 @@
-"""Rules on where and when responses are sampled; rules.py has the others.
+"""Rules on where and when responses are sampled, or given; rules.py has the others.
 
 Each returns an error message with field, value, rule and remedy, or None.
 """
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 from vapo_megatron.config.environment import environment_mistakes
 from vapo_megatron.config.reward import ENVIRONMENT
 from vapo_megatron.config.schema import VapoConfig
+
+_WHERE_GIVEN: tuple[tuple[str, Any, str], ...] = (
+    ("algorithm.policy_loss", "none", "a ratio is to a policy that has sampled them"),
+    ("algorithm.advantage_estimator", "none", "they have no rewards, so no critic is trained"),
+    ("algorithm.value_pretraining_steps", 0, "no critic is trained"),
+    ("algorithm.group_size", 1, "a row has one response"),
+    ("algorithm.dynamic_sampling", False, "no more can be sampled"),
+    ("algorithm.kl_coef", 0, "its estimator is for tokens that the policy has sampled"),
+    ("rollout.placement", "colocated", "nothing is sampled"),
+    ("rollout.carry_over_groups", 0, "nothing is sampled"),
+    ("model.reward_hf_path", None, "nothing is judged"),
+)
+"""Field, its value with data.response_column, and why."""
+
+
+def given_rule(c: VapoConfig) -> str | None:
+    """What there is not where the data give the responses."""
+    if c.samples:
+        return None
+    field = f"data.response_column={c.data.response_column}"
+    for name, value, why in _WHERE_GIVEN:
+        section, own = name.split(".")
+        found = getattr(getattr(c, section), own)
+        if found != value:
+            value, found = (json.dumps(x) if not isinstance(x, str) else x for x in (value, found))
+            return (
+                f"{name}={found} must be {value} with {field}: the responses are given, and {why}; "
+                "set it, or response_column=null"
+            )
+    if c.environment.is_on:
+        return (
+            f"{field} must not be combined with an environment, which answers what is sampled; "
+            "set environment.use=null and environment.tools=[], or response_column=null"
+        )
+    return None
 
 
 def behaviour_rule(c: VapoConfig) -> str | None:

@@ -11,6 +11,7 @@ from vapo_megatron.config.rollout_rules import (
     behaviour_rule,
     carry_over_rule,
     environment_rule,
+    given_rule,
     placement_rule,
     shared_queue_rule,
 )
@@ -144,7 +145,7 @@ def _estimator_rule(c: VapoConfig) -> str | None:
         return _needs_critic(c, f"model.value_head_bias={bias}", "value_head_bias=none")
     if a.positive_lm_weight == "advantage":
         return _needs_critic(c, "algorithm.positive_lm_weight=advantage", "positive_lm_weight=one")
-    if a.group_size == 1:
+    if a.group_size == 1 and a.advantage_estimator != "none":
         return (
             "algorithm.group_size=1 must be at least 2 with algorithm.advantage_estimator="
             f"{a.advantage_estimator}: advantages compare the responses of a group; raise it"
@@ -292,14 +293,44 @@ def _critic_prompt_rule(c: VapoConfig) -> str | None:
 
 
 def _policy_loss_rule(c: VapoConfig) -> str | None:
-    a = c.algorithm
+    a, r = c.algorithm, c.rollout
+    if a.policy_loss == "none" and a.positive_lm_coef == 0:
+        return (
+            "algorithm.policy_loss=none needs algorithm.positive_lm_coef above 0, found 0: there "
+            "would be no loss; set positive_lm_coef=1, or policy_loss=ppo_clip"
+        )
+    if a.policy_loss == "none" and r.behaviour != "recomputed":
+        return (
+            f"rollout.behaviour={r.behaviour} must be recomputed with algorithm.policy_loss=none, "
+            "which has no ratio; set it, or policy_loss=ppo_clip"
+        )
     if a.policy_loss == "ppo_clip" or a.sampler_correction == "none":
         return None
+    why = (
+        "which has no ratio" if a.policy_loss == "none" else "whose ratio is to the engine already"
+    )
     return (
         f"algorithm.sampler_correction={a.sampler_correction} must be none with "
-        f"algorithm.policy_loss={a.policy_loss}, whose ratio is to the engine already; set it, or "
-        "policy_loss=ppo_clip"
+        f"algorithm.policy_loss={a.policy_loss}, {why}; set it, or policy_loss=ppo_clip"
     )
+
+
+def _no_advantages_rule(c: VapoConfig) -> str | None:
+    a = c.algorithm
+    if a.advantage_estimator != "none":
+        return None
+    if a.policy_loss != "none":
+        return (
+            "algorithm.advantage_estimator=none needs algorithm.policy_loss=none, found "
+            f"{a.policy_loss}, which weighs tokens by their advantages; set policy_loss=none, or "
+            "advantage_estimator=gae"
+        )
+    if a.advantage_whitening:
+        return (
+            "algorithm.advantage_whitening=true needs advantages, which "
+            "algorithm.advantage_estimator=none does not compute; set advantage_whitening=false"
+        )
+    return None
 
 
 def _timeouts_rule(c: VapoConfig) -> str | None:
@@ -335,10 +366,11 @@ def _precision_rule(c: VapoConfig) -> str | None:
 
 
 _RULES = (
+    given_rule,
     _layout_rule, placement_rule, carry_over_rule, shared_queue_rule, _pipeline_rule, _batch_rule,
     _lambda_rule,
     _estimator_rule, _stage_rule, _sampling_rule, _reward_rule, _verifier_rule, _reward_model_rule,
     _value_range_rule, _timeouts_rule, _precision_rule, _dynamic_sampling_rule,
-    _sources_rule, _policy_loss_rule, behaviour_rule, _critic_prompt_rule, _recompute_rule,
-    vllm_args_rule, kv_cache_rule, environment_rule,
+    _sources_rule, _policy_loss_rule, _no_advantages_rule, behaviour_rule, _critic_prompt_rule,
+    _recompute_rule, vllm_args_rule, kv_cache_rule, environment_rule,
 )  # fmt: skip

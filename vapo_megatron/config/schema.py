@@ -55,6 +55,11 @@ class VapoConfig(Section):
         return self.parallel.world_size + self.rollout.num_processes
 
     @property
+    def samples(self) -> bool:
+        """Whether responses are sampled; False: the data give them."""
+        return self.data.response_column is None
+
+    @property
     def roles(self) -> tuple[Role, ...]:
         """The models that a run loads."""
         judge = () if self.model.reward_hf_path is None else ("reward_model",)

@@ -100,6 +100,9 @@ def algorithm_name(config: Mapping[str, Any]) -> str:
     found = settings(config)
     if found["stage"] == "value_pretraining":
         return "Value pretraining"
+    if found["policy_loss"] == "none":
+        is_given = (config.get("data") or {}).get("response_column") is not None
+        return "SFT" if is_given else "Fine-tuning on correct responses"
     if found["policy_loss"] == "ppo_clip":
         return _usual_name(found)
     if found["advantage_estimator"] == "gae" and found["group_size"] == 1:

@@ -98,8 +98,16 @@ class StepSummary:
     """Episode.seconds; None: none took any"""
     cuts: Tensor | None = _gathered(torch.int64, lambda s: CUTS.index(_episode(s).cut), 0)
     """index of Episode.cut; None: none was cut"""
+    given: Tensor | None = _gathered(torch.bool, lambda s: s.rollout.logprobs is None, 0)
+    """the data gave it: nothing has sampled or judged it; None: all are sampled"""
     column_bits: Tensor | None = _gathered(torch.int64, _column_bits, 0)
     """which columns of SAMPLED it has, beside log-probabilities; None: no others"""
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the data gave the responses, all of them; then there are no log-probabilities."""
+        assert self.given is None or self.given.all(), "a step has given or sampled responses"
+        return self.given is not None
 
     @property
     def is_correct(self) -> Tensor:
@@ -139,7 +147,8 @@ class StepSummary:
     def travelling(self) -> list[str]:
         """Names of SAMPLED that some response has: what exchange sends of every response."""
         bits = 0 if self.column_bits is None else int(_any_bits(self.column_bits))
-        return [n for i, n in enumerate(SAMPLED) if n == "logprobs" or bits >> i & 1]
+        always = () if self.is_given else ("logprobs",)
+        return [n for i, n in enumerate(SAMPLED) if n in always or bits >> i & 1]
 
 
 def _any_bits(bits: Tensor) -> int:

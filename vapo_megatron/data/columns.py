@@ -47,7 +47,11 @@ PER_TOKEN = {
         "one place before.",
         sampled="places",
     ),
-    "rollout_logprobs": Column("float32", "From the inference engine.", sampled="logprobs"),
+    "rollout_logprobs": Column(
+        "float32",
+        "From the inference engine; None: the data gave the responses.",
+        sampled="logprobs",
+    ),
     "loss_mask": Column("bool", "True, or a weight above 0, where a token is trained on."),
     "policy_mask": Column(
         "float32",
@@ -84,7 +88,11 @@ PER_TOKEN = {
         "V of the state before each response token is emitted.",
         held=lambda a: "critic" in a.roles,
     ),
-    "advantages": Column("float32", "Of the response tokens."),
+    "advantages": Column(
+        "float32",
+        "Of the response tokens.",
+        held=lambda a: a.advantage_estimator != "none",
+    ),
     "returns": Column(
         "float32",
         "Regression targets of the critic.",

@@ -47,6 +47,7 @@ class Mixture(PromptDataset):
         self._rows = [row for part in in_order for row in part.rows]
         self._token_ids = [ids for part in in_order for ids in part._token_ids]
         self._critic_token_ids = [ids for part in in_order for ids in part._critic_token_ids]
+        self._responses = [ids for part in in_order for ids in part._responses]
         self.left_out = {}
         self.leave_out({})
 

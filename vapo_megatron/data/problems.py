@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ class Problem:
     """The name of its file in data.sources or evaluation.sources; None: there is one file."""
     critic_prompt: str | None = None
     """What the critic is given in place of the prompt; None: the prompt."""
+    response: str | array[int] | None = dataclasses.field(default=None, hash=False)
+    """What is trained on, a text or token ids; None: responses are sampled."""
 
     @property
     def verifier(self) -> str | None:
@@ -47,6 +50,7 @@ def load_problems(
     answer_column: str | None = "answer",
     *,
     critic_prompt_column: str | None = None,
+    response_column: str | None = None,
     section: str = "data",
     source: str | None = None,
     verifier: str | None = None,
@@ -61,6 +65,7 @@ def load_problems(
         answer_column: of values that become texts, see answer_text; None: no ground truth.
         critic_prompt_column: as prompt_column, for the critic alone; None: it has no prompt of its
             own. The column also stays in the metadata.
+        response_column: of texts, or lists of token ids; None: responses are sampled.
         section: data or evaluation, whose sources have the file.
         source: the file's name there; None: the columns are data's own.
         verifier: of the rows that name none.
@@ -71,38 +76,35 @@ def load_problems(
     Raises:
         DataError: names the file, the line (from 1) or row (from 0), what is wrong and the remedy.
     """
-    path = Path(path)
-    if path.suffix not in (".jsonl", ".parquet"):
-        raise DataError(
-            f"data file {path}: files end in .jsonl or .parquet, found {path.suffix!r}; "
-            "convert it with vapo prepare"
-        )
-    if not path.is_file():
-        raise DataError(f"data file {path} does not exist; give the path of an existing file")
+    path = _data_file(Path(path))
     section = "data" if source is None else f"{section}.sources.{source}"
     given = prompt_column, answer_column, critic_prompt_column
     names = "prompt_column", "answer_column", "critic_prompt_column"
     columns = {f"{section}.{name}": c for name, c in zip(names, given) if c is not None}
+    # One column for all files.
+    columns |= {} if response_column is None else {"data.response_column": response_column}
     problems: list[Problem] = []
     try:
         # The row loses prompt and answer and stays as the problem's metadata.
         for where, row in _rows(path, columns):
-            # First, since its column may be the prompt's, which the row loses.
+            # First, since their columns may be the prompt's or the answer's, which the row loses.
+            response = _response(row, response_column, where)
             critic_prompt = None
             if critic_prompt_column is not None:
                 critic_prompt = rendered_prompt(row, critic_prompt_column, where, render)
-            prompt, answer = rendered_prompt(row, prompt_column, where, render), ""
+            prompt = rendered_prompt(row, prompt_column, where, render)
             del row[prompt_column]
-            if answer_column is not None:
-                try:
-                    answer = answer_text(row.pop(answer_column), answer_column, where)
-                except DataError as error:
-                    if unreadable is None:
-                        raise DataError(f"{error}, or set data.skip_unusable=true") from None
-                    unreadable[len(problems)] = f"cannot be read: {error}"
+            try:
+                answer = _answer(row, answer_column, where)
+            except DataError as error:
+                if unreadable is None:
+                    raise DataError(f"{error}, or set data.skip_unusable=true") from None
+                answer, unreadable[len(problems)] = "", f"cannot be read: {error}"
             if verifier is not None and row.get("verifier") is None:
                 row["verifier"] = verifier
-            problems.append(Problem(prompt, answer, row, source, critic_prompt))
+            if response_column is not None:
+                row.pop(response_column, None)  # It may have been the answer's.
+            problems.append(Problem(prompt, answer, row, source, critic_prompt, response))
     except OSError as error:
         raise DataError(
             f"data file {path} cannot be read: {error.strerror}; make it readable, or give another"
@@ -110,6 +112,18 @@ def load_problems(
     if not problems:
         raise DataError(f"data file {path} has no problems; give a file with at least one row")
     return problems
+
+
+def _data_file(path: Path) -> Path:
+    """Return a path. DataError: there is no file, or none of a kind that is read."""
+    if path.suffix not in (".jsonl", ".parquet"):
+        raise DataError(
+            f"data file {path}: files end in .jsonl or .parquet, found {path.suffix!r}; "
+            "convert it with vapo prepare"
+        )
+    if not path.is_file():
+        raise DataError(f"data file {path} does not exist; give the path of an existing file")
+    return path
 
 
 def jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -223,6 +237,28 @@ def rendered_prompt(row: Mapping[str, Any], column: str, where: str, render: Ren
             f"{where}: {column} has chat messages, but {error}; correct or remove the row, use the "
             "tokenizer of a chat model, or make all prompts texts"
         ) from None
+
+
+def _answer(row: dict[str, Any], column: str | None, where: str) -> str:
+    """Take the ground truth out of a row. DataError: it has no text."""
+    return "" if column is None else answer_text(row.pop(column), column, where)
+
+
+def _response(row: Mapping[str, Any], column: str | None, where: str) -> str | array[int] | None:
+    """Return a row's response. DataError: it is neither a text nor token ids, or is empty."""
+    if column is None:
+        return None
+    value = row[column]
+    if isinstance(value, str) and value:
+        return encodable(value, column, where)
+    if isinstance(value, list) and value and all(type(number) is int for number in value):
+        with contextlib.suppress(OverflowError):
+            return array("i", value)
+    found = repr(value) if len(repr(value)) <= 80 else f"{repr(value)[:77]}..."
+    raise DataError(
+        f"{where}: {column}={found} must be a response, a non-empty text or a non-empty list of "
+        "token ids; correct or remove the row"
+    )
 
 
 def prompt_text(value: Any, column: str, where: str) -> str:

@@ -37,12 +37,13 @@ class PromptDataset:
         begin: the token that a prompt begins with, once, or none; None: what tokenizing adds to an
             empty text.
         on_progress: called with (tokenized, all) problems.
+        response_tokens: the ids of a problem's given response; None: responses are sampled.
         left_out: see leave_out.
         begun: the tokens that a problem's response starts with, which follow those of its prompt;
             None: none.
 
     Raises:
-        DataError: a prompt has no tokens or too many, or nothing is left.
+        DataError: a prompt has no tokens or too many, a response is refused, or nothing is left.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class PromptDataset:
         first_index: int = 0,
         begin: Sequence[int] | None = None,
         on_progress: OnProgress | None = None,
+        response_tokens: Callable[[Problem], array.array[int]] | None = None,
         left_out: Mapping[int, str] | None = None,
         begun: Callable[[Problem], Sequence[int]] | None = None,
     ) -> None:
@@ -74,6 +76,7 @@ class PromptDataset:
         """Prompts, the critic's own too, that began with more than one begin token."""
         self._token_ids: list[array.array[int]] = []
         self._critic_token_ids: list[array.array[int] | None] = []
+        self._responses: list[array.array[int]] = []
         for index, problem in enumerate(self._rows):
             text, own = problem.prompt, problem.critic_prompt
             more = () if begun is None else begun(problem)
@@ -81,6 +84,11 @@ class PromptDataset:
             self._critic_token_ids.append(
                 None if own is None else self._tokenized(index, own, tokenize, max_prompt_tokens)
             )
+            if response_tokens is not None:
+                try:
+                    self._responses.append(response_tokens(problem))
+                except DataError as error:
+                    raise DataError(f"{self._where(index)}: {error}") from None
             if on_progress is not None:
                 on_progress(index + 1, len(problems))
         self._epoch = 0
@@ -106,7 +114,7 @@ class PromptDataset:
             with_one_begin = without_second_begin(token_ids, array.array("i", self._begin))
             self.num_double_begin += len(with_one_begin) < len(token_ids)
             token_ids = with_one_begin
-        where = f"{self.path}: problem {index} (from 0)"
+        where = self._where(index)
         if not token_ids:
             raise DataError(f"{where} has no tokens: {text!r}; remove it")
         token_ids.extend(more)
@@ -116,6 +124,9 @@ class PromptDataset:
                 f" {text[:60]!r}...; raise the limit or remove the problem"
             )
         return token_ids
+
+    def _where(self, index: int) -> str:
+        return f"{self.path}: problem {index} (from 0)"
 
     def __len__(self) -> int:
         """Number of `rows`."""
@@ -160,6 +171,10 @@ class PromptDataset:
     def prompt(self, index: int) -> Prompt:
         """Return the prompt of one of `rows`, left out or not."""
         return self._prompt(index - self._first_index)
+
+    def response(self, prompt: Prompt) -> array.array[int]:
+        """Return the token ids of the response that the data give to one of `problems`."""
+        return self._responses[prompt.index - self._first_index]
 
     def row(self, index: int) -> tuple[str, int]:
         """Return the file and the row (from 0) of one of `rows`."""
@@ -271,7 +286,10 @@ def _fingerprint(problems: Sequence[Problem]) -> str:
     for problem in problems:
         texts = [problem.prompt, problem.answer]
         texts += [problem.critic_prompt] if problem.critic_prompt is not None else []
-        for text in texts:
-            data = text.encode("utf-8", "surrogatepass")
+        parts = [text.encode("utf-8", "surrogatepass") for text in texts]
+        if problem.response is not None:
+            given = problem.response
+            parts.append(given.encode() if isinstance(given, str) else given.tobytes())
+        for data in parts:
             digest.update(len(data).to_bytes(8, "big") + data)
     return digest.hexdigest()

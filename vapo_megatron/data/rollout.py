@@ -68,7 +68,7 @@ class Episode(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-    """One sampled response."""
+    """One response, sampled or given."""
 
     prompt: Prompt
     sample: int
@@ -77,13 +77,14 @@ class Rollout:
     """Position in the step's repeated prompt list, 0..P*G-1: the same in every layout."""
     token_ids: array[int]
     """int32, typecode "i": the response, its stop token included."""
-    logprobs: array[float]
+    logprobs: array[float] | None
     """float32, typecode "f", per response token: log-probability under the distribution that was
-    sampled from."""
+    sampled from; None: the data gave the response, and nothing has sampled it."""
     truncated: bool
     """True when a length limit ended the response, so that it has no stop token."""
     policy_version: int
-    """Number of weight publications that the inference engine had seen, at the last token."""
+    """Number of weight publications that the inference engine had seen, at the last token; 0 of a
+    given response."""
     segments: tuple[tuple[int, int], ...] = ()
     """(version, number of tokens) one after the other, where several versions sampled it."""
     inserted: tuple[tuple[int, array[int]], ...] = ()
@@ -153,6 +154,7 @@ class Rollout:
     ) -> Rollout:
         """Return it with the tokens that a version has sampled after it."""
         assert not self.columns, "numbers per token of a response that goes on would be too few"
+        assert self.logprobs is not None, "a given response is complete"
         parts = [part for part in self.versions if part[1]]
         if token_ids:
             before = parts.pop()[1] if parts and parts[-1][0] == version else 0
@@ -210,7 +212,7 @@ class ScoredRollout:
 
     @property
     def own_columns(self) -> tuple[str, ...]:
-        """Names in SAMPLED of what it has beside log-probabilities, which every response has."""
+        """Names in SAMPLED of what it has beside log-probabilities."""
         return (
             *self.rollout.columns,
             *["places"] * bool(self.rollout.inserted),
@@ -219,12 +221,18 @@ class ScoredRollout:
         )
 
     def column(self, name: str) -> np.ndarray:
-        """Return [T] numbers by their name in SAMPLED; zeros where it has none of these."""
+        """Return [T] numbers by their name in SAMPLED; zeros where it has none of these.
+
+        There are no zeros for log-probabilities: sampled responses have them, and of given ones
+        none are asked for.
+        """
         r, dtype = self.rollout, PER_TOKEN[SAMPLED[name]].dtype
         if name == "places":
             return r.places
         if name in ("logprobs", *r.columns):
-            return np.array(r.logprobs if name == "logprobs" else r.columns[name], dtype)
+            found = r.logprobs if name == "logprobs" else r.columns[name]
+            assert found is not None, "nothing has sampled a given response"
+            return np.array(found, dtype)
         numbers = np.zeros(len(r.token_ids), dtype)
         if name == "turn_starts" and r.turns:
             numbers[[0, *(turn.end for turn in r.turns[:-1])]] = 1

@@ -80,6 +80,8 @@ _PASTED = {
     "algorithm": ("responses_per_step", "group_size", "mini_batch_size"),
 }  # fmt: skip
 
+_PASTED_GIVEN = ("max_prompt_tokens", "max_response_tokens")
+"""Of rollout, where the data give the responses."""
 _PASTED_APART = ("placement", "num_processes", "lag", "max_logprob_difference")
 
 
@@ -187,8 +189,8 @@ def _row(plan: Plan, phases: Sequence[str]) -> list[str]:
         str(p.pipeline_model_parallel_size),
         str(p.virtual_pipeline_model_parallel_size or 1),
         str(p.data_parallel_size),
-        str(r.tensor_model_parallel_size),
-        "-" if r.kv_cache_bytes else f"{r.gpu_memory_utilization:.2f}",
+        str(r.tensor_model_parallel_size) if plan.config.samples else "-",
+        "-" if r.kv_cache_bytes or not plan.config.samples else f"{r.gpu_memory_utilization:.2f}",
         recompute_name(plan.config),
         str(p.max_tokens_per_microbatch),
         "yes" if p.offload else "no",
@@ -240,11 +242,17 @@ def describe_plan(shape: ModelShape, plan: Plan, sync: float | None = None) -> s
     host = host_bytes_per_node(shape, plan.config, gpus_per_node=c.gpus_per_node)
     disk = checkpoint_bytes(shape, plan.config)
     least, most = plan.step_seconds_range
+    engines, cache = "responses given", []
+    if plan.config.samples:
+        engines = f"vLLM TP {r.tensor_model_parallel_size}"
+        replicas = (r.num_processes or c.num_gpus) // r.tensor_model_parallel_size
+        cache = [
+            f"  vLLM: KV cache of {plan.kv_cache_tokens} tokens in each of {replicas} replicas"
+        ]
     lines = [
         f"{layout_name(plan.config)} x DP {p.data_parallel_size} "
         f"(VPP {p.virtual_pipeline_model_parallel_size or 1}), recompute "
-        f"{recompute_name(plan.config)}, "
-        f"vLLM TP {r.tensor_model_parallel_size}: {plan.step_seconds:.0f} s a step "
+        f"{recompute_name(plan.config)}, {engines}: {plan.step_seconds:.0f} s a step "
         f"({least:.0f} to {most:.0f})",
         f"  {plan.response_tokens_per_second:.0f} response tokens/s/GPU; "
         f"{plan.total_tokens_per_second:.0f} with the prompts; updates at {used:.0%} MFU, "
@@ -255,8 +263,7 @@ def describe_plan(shape: ModelShape, plan: Plan, sync: float | None = None) -> s
         "",
         *_time_table(plan, sync),
         "",
-        f"  vLLM: KV cache of {plan.kv_cache_tokens} tokens in each of "
-        f"{(r.num_processes or c.num_gpus) // r.tensor_model_parallel_size} replicas",
+        *cache,
         f"  host memory: {host.offloaded / GB:.0f} GB per node for offloading, "
         f"{host.checkpoint / GB:.0f} GB while a checkpoint is saved, {host.step / GB:.0f} GB for a "
         "step's responses at their longest"
@@ -278,10 +285,13 @@ def _memory_table(phases: dict[str, PhaseMemory], gpu_bytes: int) -> Iterable[st
 def _time_table(plan: Plan, sync: float | None) -> Iterable[str]:
     generation, seconds = plan.generation, plan.seconds
     notes = {
-        "generation": f"prefill {generation.prefill_seconds:.1f} s; batch of at most "
-        f"{generation.batch} sequences; {generation.tail:.0%} of decoding below half of that",
         "sync": "estimate" if sync is None else f"estimate; {sync:.2f} s by the resharding plan",
     }
+    if generation is not None:
+        notes["generation"] = (
+            f"prefill {generation.prefill_seconds:.1f} s; batch of at most "
+            f"{generation.batch} sequences; {generation.tail:.0%} of decoding below half of that"
+        )
     for name, phase in plan.training.phases.items():
         notes[name] = (
             f"bubble {phase.bubble:.1%}; slowest rank {phase.imbalance:+.1%}; last stage "
@@ -323,6 +333,8 @@ def to_paste(config: VapoConfig) -> str:
     pasted = dict(_PASTED)
     if config.rollout.is_disaggregated:
         pasted["rollout"] = (*_PASTED_APART, *_PASTED["rollout"])
+    if not config.samples:
+        pasted["rollout"] = _PASTED_GIVEN
     if recompute_name(config) != config.parallel.recompute:
         pasted["parallel"] += ("recompute_method", "recompute_num_layers")
     if config.rollout.kv_cache_dtype != "auto":

@@ -112,7 +112,8 @@ def step_host_bytes(config: VapoConfig, *, keeps_rollouts: bool) -> int:
     First vLLM samples, on every rank of a replica; then the trainer has a batch. The first rank of
     the replica (keeps_rollouts) has the finished responses throughout, with dynamic sampling up to
     as many again of the latest round, and the groups that go on in the next step. Where others
-    sample, a trainer has the batch alone.
+    sample, a trainer has the batch alone. Where the data give the responses, nothing is sampled and
+    every rank has its share of them.
     """
     parallel, rollout, count = config.parallel, config.rollout, config.algorithm.responses_per_step
     prompt, response = rollout.max_prompt_tokens, rollout.max_response_tokens
@@ -120,6 +121,8 @@ def step_host_bytes(config: VapoConfig, *, keeps_rollouts: bool) -> int:
     batch = batch_bytes(config, trained * (prompt + response), trained * response)
     if config.rollout.is_disaggregated:
         return batch
+    if not config.samples:
+        return -(-count // parallel.world_size) * response * ROLLOUT_TOKEN_BYTES + batch
     sampled = -(-count // (parallel.world_size // rollout.tensor_model_parallel_size))
     finished = 0
     if keeps_rollouts:

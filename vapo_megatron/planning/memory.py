@@ -13,6 +13,8 @@ With rollout.placement=disaggregated the phase of generation is that of a GPU th
 never sleeps, and takes weights in meanwhile. The other phases are those of a GPU that trains, which
 holds nothing of vLLM's.
 
+Where the data give the responses there is no vLLM, and the actor has its updates alone.
+
 Not modelled: inputs that model.fp8 saves in FP8 (counted in bfloat16, an overestimate), inputs that
 a frozen attention need not save (counted), a microbatch's inputs (70 bytes a token), cuBLAS and
 NVSHMEM workspaces, NCCL's growth with the number of nodes, the frozen part of a critic's checkpoint
@@ -125,6 +127,11 @@ class PhaseMemory:
         return sum(vars(self).values())
 
 
+def scores(config: VapoConfig, role: Role) -> bool:
+    """Whether a role has forward passes of its own; the actor needs none on given responses."""
+    return config.samples or role != "actor"
+
+
 def offloads(config: VapoConfig) -> bool:
     """Whether idle roles and vLLM leave the GPU; parallel.offload=null means yes."""
     return config.parallel.offload is not False
@@ -148,37 +155,43 @@ def phase_memory(
     roles = config.roles
     shapes = {role: role_shape(shape, config, role) for role in roles}
     states = {role: state_bytes(shapes[role], config, role, pp_rank=pp_rank) for role in roles}
-    weights = engine_weight_bytes(shape, config)
-    found = {GENERATION: _generation(shape, config, gpu_bytes)}
+    found: dict[str, PhaseMemory] = {}
     for role in roles:
         model: Role = "actor" if role == "reference" else role
         tokens = microbatch_tokens(config)
         passes = Passes(shapes[role], config, model, pp_rank=pp_rank, tokens=tokens)
         parameters = states[role].parameters
         activations, logits = passes.inference()
-        found[SCORES[role]] = PhaseMemory(parameters, activations=activations, logits=logits)
+        if scores(config, role):
+            found[SCORES[role]] = PhaseMemory(parameters, activations=activations, logits=logits)
         if role in config.algorithm.trained_roles:
             found[UPDATES[role]] = _update(passes, states[role])
 
     # Send and receive buffers, each double.
     buckets = 4 * config.rollout.sync_bucket_bytes if config.num_processes > 1 else 0
-    found[SYNC] = PhaseMemory(
-        parameters=states["actor"].parameters,
-        engine_weights=0 if config.rollout.is_disaggregated else weights,
-        sync_buckets=buckets,
-    )
-    sampling = found[GENERATION]
+    resident: dict[str, int] = {}
+    if config.samples:
+        weights, sampling = (
+            engine_weight_bytes(shape, config),
+            _generation(shape, config, gpu_bytes),
+        )
+        found[GENERATION] = sampling
+        found[SYNC] = PhaseMemory(
+            parameters=states["actor"].parameters,
+            engine_weights=0 if config.rollout.is_disaggregated else weights,
+            sync_buckets=buckets,
+        )
+        if not config.rollout.is_disaggregated:
+            resident = {"engine_weights": weights, "kv_cache": sampling.kv_cache}
 
     # Without offloading every phase also holds the other models and the KV cache.
     if not offloads(config):
-        resident = StateBytes(*map(sum, zip(*states.values(), strict=True)))._asdict()
-        if not config.rollout.is_disaggregated:
-            resident |= {"engine_weights": weights, "kv_cache": sampling.kv_cache}
+        resident |= StateBytes(*map(sum, zip(*states.values(), strict=True)))._asdict()
         found = {name: dataclasses.replace(p, **resident) for name, p in found.items()}
 
     copies = sum(fp8_weight_bytes(shapes[role], config) for role in roles)
     found = {n: dataclasses.replace(p, parameters=p.parameters + copies) for n, p in found.items()}
-    if config.rollout.is_disaggregated:
+    if config.samples and config.rollout.is_disaggregated:
         found[GENERATION] = dataclasses.replace(sampling, sync_buckets=buckets)
     kept = dummy_gradient_bytes(shape, config)
     return {
@@ -242,7 +255,7 @@ def _with_reserve(phase: PhaseMemory, name: str, config: VapoConfig, kept: int) 
         kept: bytes of tensors that a trainer never frees.
     """
     trains = name != GENERATION or not config.rollout.is_disaggregated
-    samples = name == GENERATION or not config.rollout.is_disaggregated
+    samples = config.samples and (name == GENERATION or not config.rollout.is_disaggregated)
     groups = int(config.num_processes > 1)  # all processes, for weight syncs
     if trains:
         groups += _trainer_groups(config)
@@ -279,7 +292,9 @@ def kv_cache_bytes_per_token(shape: ModelShape, config: VapoConfig) -> int:
 
 
 def kv_cache_tokens(shape: ModelShape, config: VapoConfig, *, gpu_bytes: int) -> int:
-    """Tokens that one vLLM replica's KV cache holds, in whole blocks."""
+    """Tokens that one vLLM replica's KV cache holds, in whole blocks; 0: there is no vLLM."""
+    if not config.samples:
+        return 0
     cache = _generation(shape, config, gpu_bytes).kv_cache
     block = kv_cache_bytes_per_token(shape, config) * VLLM_BLOCK_TOKENS
     return cache // block * VLLM_BLOCK_TOKENS

@@ -97,7 +97,7 @@ def _gpu_misfit(
         return f"{name}{_side(config, name)} needs {need} ({parts})"
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     cached = memory.kv_cache_tokens(shape, config, gpu_bytes=gpu_bytes)
-    if cached < longest:
+    if config.samples and cached < longest:
         return (
             f"generation{_side(config, GENERATION)} leaves vLLM a KV cache of {cached} tokens, "
             f"less than one sequence of {longest} "

@@ -57,7 +57,8 @@ class Plan:
     memory: dict[str, PhaseMemory]
     """Of the fullest pipeline stage, by phase."""
     kv_cache_tokens: int
-    generation: Generation
+    generation: Generation | None
+    """None: the data give the responses."""
     training: Training
     sync_seconds: float
     staging_seconds: float = 0.0
@@ -66,14 +67,15 @@ class Plan:
     @property
     def seconds(self) -> dict[str, float]:
         """By phase, in the order of a step; copies to and from the host last."""
-        found = {GENERATION: self.generation.seconds}
-        found |= {name: phase.seconds for name, phase in self.training.phases.items()}
-        return {**found, SYNC: self.sync_seconds, "offload": self.training.offload_seconds}
+        found = {name: phase.seconds for name, phase in self.training.phases.items()}
+        if self.generation is not None:
+            found = {GENERATION: self.generation.seconds, **found, SYNC: self.sync_seconds}
+        return {**found, "offload": self.training.offload_seconds}
 
     @functools.cached_property
     def timeline(self) -> Timeline:
         """How the steps follow each other; colocated, one phase after the other."""
-        if not self.config.rollout.is_disaggregated:
+        if not self.config.rollout.is_disaggregated or self.generation is None:
             return Timeline(sum(self.seconds.values()), 0.0, 0.0)
         return steady_state(
             [self.staging_seconds + self.generation.seconds], [self.training.seconds],
@@ -115,6 +117,7 @@ def training_time(
     found = {
         memory.SCORES[role]: scoring(role_shape(shape, config, role), *rest, role)
         for role in config.roles
+        if memory.scores(config, role)
     }
     for role in config.algorithm.trained_roles:
         found[memory.UPDATES[role]] = update(shape, *rest, role)
@@ -136,7 +139,8 @@ def offload_seconds(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> 
         of_role = role_shape(shape, config, role)
         states = [state_bytes(of_role, config, role, pp_rank=stage) for stage in stages]
         times = 2 if role in config.algorithm.trained_roles else 0
-        copied += max(s.parameters + times * (s.parameters + s.optimizer) for s in states)
+        once = int(memory.scores(config, role))
+        copied += max(once * s.parameters + times * (s.parameters + s.optimizer) for s in states)
     return copied / cluster.rate("pcie")
 
 
@@ -159,15 +163,16 @@ def make_plan(
         phases: peak_memory if already known.
     """
     cached = memory.kv_cache_tokens(shape, config, gpu_bytes=cluster.gpu_bytes)
+    sampled = generation(shape, config, cluster, workload, cached) if config.samples else None
     return Plan(
         config=config,
         cluster=cluster,
         workload=workload,
         memory=phases or peak_memory(shape, config, cluster.gpu_bytes),
         kv_cache_tokens=cached,
-        generation=generation(shape, config, cluster, workload, cached),
+        generation=sampled,
         training=training or training_time(shape, config, cluster, workload),
-        sync_seconds=sync_seconds(shape, config, cluster),
+        sync_seconds=sync_seconds(shape, config, cluster) if config.samples else 0.0,
         staging_seconds=staging_seconds(shape, config, cluster),
     )
 

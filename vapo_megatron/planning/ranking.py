@@ -227,9 +227,13 @@ def rollout_tp_sizes(
 ) -> list[int]:
     """Return vLLM's tensor-parallel sizes: powers of two within a node that divide the heads.
 
+    Where the data give the responses there is no vLLM, and the size is left as it is.
+
     Raises:
         ConfigError: the fixed size divides neither the heads nor the GPUs.
     """
+    if not base.samples:
+        return [base.rollout.tensor_model_parallel_size]
     heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
     name, world_size, chosen = "parallel.world_size", base.parallel.world_size, fixed.vllm_tp
     if base.rollout.is_disaggregated:
@@ -269,6 +273,8 @@ def _fastest_generation(
     shape: ModelShape, base: VapoConfig, cluster: Cluster, workload: Workload, size: int
 ) -> float:
     """Lower bound of generation's seconds: vLLM with a whole GPU to itself."""
+    if not base.samples:
+        return 0.0
     config = with_rollout(base, tensor_model_parallel_size=size)
     whole_gpu = with_rollout(config, gpu_memory_utilization=1.0)
     tokens = memory.kv_cache_tokens(shape, whole_gpu, gpu_bytes=cluster.gpu_bytes)
@@ -285,7 +291,7 @@ def with_largest_share(
     """
     if share is not None:
         config = with_rollout(config, gpu_memory_utilization=share)
-    if share is not None or config.rollout.kv_cache_bytes is not None:
+    if share is not None or config.rollout.kv_cache_bytes is not None or not config.samples:
         return config, peak_memory(shape, config, gpu_bytes)
     config = with_rollout(config, gpu_memory_utilization=LARGEST_SHARE)
     phases = peak_memory(shape, config, gpu_bytes)

@@ -124,7 +124,7 @@ class Actor(Policy):
 
         Returns:
             Metrics averaged over the updates, see mean_of_updates; first_ratio_diff_* are those of
-            the first mini-batch.
+            the first mini-batch. Without a policy loss those of a ratio are missing.
 
         Raises:
             UpdatesSkipped: on every rank.
@@ -132,6 +132,7 @@ class Actor(Policy):
         """
         assert self.trained is not None
         updates: list[dict[str, Tensor]] = []
+        first: dict[str, Tensor] = {}
         for mini_batch in mini_batches:
             loss_function = partial(self._loss, mini_batch)
             rate = learning_rate(self.trained.num_updates, self.config.optimizer, "actor")
@@ -141,7 +142,7 @@ class Actor(Policy):
                 del learned["positive_lm_loss"]
             updates.append(learned)
             ratios = {n: learned.pop(n) for n in list(learned) if n.startswith("ratio_diff_")}
-            if len(updates) == 1:
+            if len(updates) == 1 and ratios:
                 ratios["ratio_diff_max"] = max_over_world(ratios["ratio_diff_max"].cpu())
                 first = {f"first_{name}": value for name, value in ratios.items()}
                 # The inference engine's weights may be older, and its arithmetic is another.
@@ -161,7 +162,6 @@ class Actor(Policy):
         self, mini_batch: MiniBatch, output: Tensor, microbatch: Microbatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
         algorithm, batch = self.config.algorithm, microbatch.batch
-        assert batch.old_logprobs is not None and batch.advantages is not None
         with_entropy = algorithm.entropy_coef > 0
         logprobs, entropy = self.logprobs(output, microbatch, with_entropy=with_entropy)
         assert algorithm.kl_coef == 0 or batch.reference_logprobs is not None

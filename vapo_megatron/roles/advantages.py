@@ -94,6 +94,8 @@ def with_advantages(
 ) -> RolloutBatch:
     """Return the batch with `advantages` [T] set, and with GAE also `returns` [T].
 
+    With algorithm.advantage_estimator=none it is returned as it is.
+
     With GAE each reward is on its token, the verdict's on a response's last. Otherwise all tokens
     of a response share the advantage of its rewards' sum relative to all responses of its group,
     masked ones included. Whitening uses
@@ -101,6 +103,8 @@ def with_advantages(
     """
     if algorithm.advantage_estimator == "gae":
         batch = _from_values(batch, algorithm)
+    elif algorithm.advantage_estimator == "none":
+        return batch
     else:
         batch = _from_groups(summary, batch, algorithm)
     if algorithm.advantage_whitening:

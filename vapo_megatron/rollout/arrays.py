@@ -56,7 +56,8 @@ OF_PROMPT: dict[str, tuple[type, Callable[[Prompt], Any]]] = {
 """Name -> dtype and numbers, of which each prompt has its own count: see `name`_lengths."""
 OF_RESPONSE: dict[str, tuple[type, Callable[[ScoredRollout], Any]]] = {
     "tokens": (np.int32, lambda s: s.rollout.token_ids),
-    "logprobs": (np.float32, lambda s: s.rollout.logprobs),
+    # None of given responses.
+    "logprobs": (np.float32, lambda s: s.rollout.logprobs or ()),
     "text": (np.uint8, lambda s: _to_bytes(s.text)),
     # Version, tokens, version, ... where several versions sampled it.
     "segments": (np.int32, lambda s: np.ravel(s.rollout.segments)),
@@ -72,7 +73,7 @@ OF_RESPONSE: dict[str, tuple[type, Callable[[ScoredRollout], Any]]] = {
 }
 """The same of each response."""
 ALWAYS = ("prompt_tokens", "prompt_text", "answer", "tokens", "logprobs", "text")
-"""Those that are written even if all are empty."""
+"""Those that are written even if all are empty; of given responses no log-probabilities."""
 
 
 def pack(scored: Sequence[ScoredRollout]) -> dict[str, np.ndarray]:
@@ -94,11 +95,13 @@ def pack(scored: Sequence[ScoredRollout]) -> dict[str, np.ndarray]:
     for name in rollouts[0].columns:
         parts = [np.array(r.columns[name]) for r in rollouts]
         arrays[f"column_{name}"] = np.concatenate(parts)
+    is_given = rollouts[0].logprobs is None
+    assert all((r.logprobs is None) == is_given for r in rollouts), "given or sampled, not both"
     tables: list[tuple[Any, Sequence[Any]]] = [(OF_PROMPT, list(number)), (OF_RESPONSE, scored)]
     for table, items in tables:
         for name, (dtype, numbers) in table.items():
             parts = [np.array(numbers(item), dtype) for item in items]
-            if name in ALWAYS or any(map(len, parts)):
+            if any(map(len, parts)) or (name in ALWAYS and not (is_given and name == "logprobs")):
                 arrays[name] = np.concatenate(parts)
                 arrays[f"{name}_lengths"] = np.array(list(map(len, parts)), np.int64)
     if "inserted_at" in arrays:
@@ -151,7 +154,7 @@ def unpack(arrays: Mapping[str, np.ndarray]) -> list[ScoredRollout]:
         arrays["sample"].tolist(),
         arrays["position"].tolist(),
         packed("i", parts["tokens"]),
-        packed("f", parts["logprobs"]),
+        packed("f", parts["logprobs"]) if "logprobs" in arrays else itertools.repeat(None),
         arrays["truncated"].tolist(),
         arrays["policy_version"].tolist(),
         [tuple(map(tuple, some)) for some in pairs("segments")],

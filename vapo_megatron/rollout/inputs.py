@@ -21,6 +21,7 @@ from vapo_megatron.environments.configured import schemas_of
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.parallel import store
+from vapo_megatron.rollout.response_tokens import ResponseTokens
 from vapo_megatron.rollout.special_tokens import begin_of
 from vapo_megatron.rollout.tokenizer import ChatTemplate, check_tokenizer, load_tokenizer
 
@@ -71,7 +72,7 @@ def read_inputs(
 
     Args:
         shape, hf_path: the model's sizes, and the directory of its tokenizer.
-        data, rollout, evaluation: the files, their columns, the stop tokens and the length limit.
+        data, rollout, evaluation: the files, their columns, the stop tokens and the length limits.
         seed: of the order of the training prompts.
         environment: has tools, of which prompts tell; None: there are none.
         on_progress: called with (tokenized, all) prompts of each file.
@@ -89,6 +90,11 @@ def read_inputs(
         read_prompts, tokenizer=tokenizer, template=template, seed=seed, on_progress=on_progress,
         max_prompt_tokens=rollout.max_prompt_tokens, skip_unusable=data.skip_unusable,
     )  # fmt: skip
+    if data.response_column is not None:
+        tokens = ResponseTokens(
+            tokenizer, stop, vocab_size=shape.vocab_size, max_tokens=rollout.max_response_tokens
+        )
+        read = functools.partial(read, response_column=data.response_column, response_tokens=tokens)
     dataset = _training_prompts(data, read)
     held_out: PromptDataset | None = None
     if evaluation.sources:
@@ -157,6 +163,7 @@ def read_prompts(
     source: str | None = None,
     verifier: str | None = None,
     critic_prompt_column: str | None = None,
+    response_column: str | None = None,
     skip_unusable: bool = False,
     template: ChatTemplate | None = None,
     **of_dataset: Any,
@@ -164,7 +171,7 @@ def read_prompts(
     """Read a file's problems and tokenize its prompts; chat messages are templated.
 
     Args:
-        path, section, source, verifier, critic_prompt_column: see load_problems.
+        path, section, source, verifier, critic_prompt_column, response_column: see load_problems.
         columns: has prompt_column and answer_column.
         tokenizer: transformers'.
         skip_unusable: leave out rows whose answer cannot be read.
@@ -177,7 +184,8 @@ def read_prompts(
     unreadable: dict[int, str] | None = {} if skip_unusable else None
     problems = load_problems(
         path, columns.prompt_column, columns.answer_column, section=section,
-        critic_prompt_column=critic_prompt_column, source=source, verifier=verifier,
+        critic_prompt_column=critic_prompt_column, response_column=response_column,
+        source=source, verifier=verifier,
         render=template or ChatTemplate(tokenizer), unreadable=unreadable,
     )  # fmt: skip
     return PromptDataset(

@@ -27,13 +27,18 @@ if TYPE_CHECKING:
 class Replay(RolloutSource):
     """A source whose step s is step s of a dump; it has no data, engine or evaluation."""
 
-    def __init__(self, directory: Path, ranks: Ranks, default_verifier: str) -> None:
+    def __init__(
+        self, directory: Path, ranks: Ranks, default_verifier: str, *, takes_given: bool = False
+    ) -> None:
         """Find the dump in a run directory or its replay directory; check_dump has accepted it.
 
-        default_verifier: see labels_of. A replay knows the names in the step that it reads.
+        Args:
+            directory, ranks: the dump, and this rank's place.
+            default_verifier: see labels_of. A replay knows the names in the step that it reads.
+            takes_given: responses may be given ones, which nothing has sampled.
         """
         self._root, self._ranks = replay_directory(directory), ranks
-        self._default_verifier = default_verifier
+        self._default_verifier, self._takes_given = default_verifier, takes_given
         self.note = f"replay of {self._root}: nothing is sampled, published or evaluated"
 
     def rollouts(self, asked: StepRequest) -> tuple[list[ScoredRollout], dict[str, float]]:
@@ -45,7 +50,7 @@ class Replay(RolloutSource):
             problem = None
             try:
                 for index in share:
-                    scored += read_file(files[index][0])
+                    scored += self._read(files[index][0])
             except DataError as error:
                 problem = str(error)
             # The dump has of each problem its verifier and source alone, where it has them.
@@ -60,6 +65,16 @@ class Replay(RolloutSource):
         # Dynamic sampling leaves a rank's groups scattered over the step.
         metrics = own_metrics(sums for *_, sums in gathered)
         return sorted(scored, key=lambda s: s.rollout.position), metrics
+
+    def _read(self, path: Path) -> list[ScoredRollout]:
+        scored = read_file(path)
+        if scored and scored[0].rollout.logprobs is None and not self._takes_given:
+            raise DataError(
+                f"{path} has responses that its run's data gave and nothing has sampled, which "
+                "only the positive-example loss can train on; set data.response_column and "
+                "algorithm.policy_loss=none as that run did"
+            )
+        return scored
 
 
 def check_dump(

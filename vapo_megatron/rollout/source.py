@@ -78,6 +78,8 @@ class RolloutSource(abc.ABC):
 
     prompts: PromptDataset | None = None
     """What the rollouts' prompts are of; None: not known."""
+    num_held_out: int = 0
+    """Of the responses in held_out, over all ranks."""
 
     @abc.abstractmethod
     def rollouts(self, asked: StepRequest) -> tuple[list[ScoredRollout], dict[str, float]]:
@@ -143,6 +145,10 @@ class RolloutSource(abc.ABC):
         """
         return {}, []
 
+    def held_out(self) -> list[ScoredRollout]:
+        """Return this rank's share of the responses whose loss is an evaluation, by position."""
+        return []
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data as JSON values."""
         return {}
@@ -173,7 +179,7 @@ class RolloutSource(abc.ABC):
 
 
 class PromptSource(RolloutSource):
-    """A source whose responses are sampled: it has prompts, with a position in them, and a dump."""
+    """A source of responses to prompts: it has a position in these, and a dump."""
 
     prompts: PromptDataset
 

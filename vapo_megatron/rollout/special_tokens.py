@@ -1,4 +1,4 @@
-"""Special tokens that a tokenizer adds: one begin token at most, and nothing after the text."""
+"""Special tokens: what a tokenizer adds to a text, and what a chat template writes around turns."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from vapo_megatron.errors import ConfigError
 
+_SAID = "1 + 1"
 _TEXTS = ("1 + 1 = ", "2")
 """Two texts: what a tokenizer adds around both are its special tokens."""
 
@@ -43,3 +44,50 @@ def begin_of(tokenizer: Any) -> list[int]:
     """Return what prompts begin with: what encoding adds, else the begin token; may be empty."""
     added: list[int] = tokenizer.encode("")
     return added or [i for i in (tokenizer.bos_token_id,) if i is not None]
+
+
+def end_of_turn(tokenizer: Any) -> tuple[str, int] | None:
+    """Return the special token, and its id, that a chat template ends an assistant's turn with.
+
+    None: there is no template, or it ends a turn with other text.
+    """
+    turns = [{"role": "user", "content": _SAID}, {"role": "assistant", "content": "two"}]
+    written = _written(tokenizer, turns, is_asked=False)
+    behind = written.rpartition("two")[2] if "two" in written else ""
+    found = [(behind.find(token), token) for token in _added_tokens(tokenizer) if token in behind]
+    if not found:
+        return None
+    # Of two at one place the longer is what the tokenizer makes of it.
+    _, token = min(found, key=lambda item: (item[0], -len(item[1])))
+    return token, tokenizer.convert_tokens_to_ids(token)
+
+
+def chat_marks(tokenizer: Any) -> list[str]:
+    """Return what a chat template writes around a user's message; empty without a template."""
+    written = _written(tokenizer, [{"role": "user", "content": _SAID}], is_asked=True)
+    begin = tokenizer.bos_token
+    marks = [t for t in _added_tokens(tokenizer) if t in written and t != begin]
+    return marks or [part for part in [written.rpartition(_SAID)[2].strip()] if part]
+
+
+def has_mark(text: str, marks: Sequence[str]) -> bool:
+    """Return whether a prompt is a chat, by chat_marks."""
+    return any(mark in text for mark in marks)
+
+
+def _written(tokenizer: Any, messages: Sequence[Any], *, is_asked: bool) -> str:
+    """Return what the template makes of messages; empty: there is none, or it refuses them."""
+    if not tokenizer.chat_template:
+        return ""
+    try:
+        return str(
+            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=is_asked)
+        )
+    except Exception:  # jinja2's, and whatever a template's calls raise.
+        return ""
+
+
+def _added_tokens(tokenizer: Any) -> list[str]:
+    """Return the texts of special tokens and others that are never split, but not spaces."""
+    tokens = [token.content for token in tokenizer.added_tokens_decoder.values()]
+    return [token for token in tokens if token.strip()]

@@ -60,8 +60,8 @@ class Tokens(TypedDict):
 
     __pydantic_config__ = _Strict  # type: ignore[misc]
     pieces: list[str]
-    entropy: list[_Number | None]
-    advantages: list[_Number | None]
+    entropy: NotRequired[list[_Number | None]]
+    advantages: NotRequired[list[_Number | None]]
     values: NotRequired[list[_Number | None]]
 
 

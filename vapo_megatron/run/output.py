@@ -149,7 +149,7 @@ class RunOutput:
         scored: Sequence[ScoredRollout],
         summary: StepSummary,
         batch: RolloutBatch,
-        entropy: torch.Tensor,
+        entropy: torch.Tensor | None,
         source: RolloutSource,
     ) -> None:
         """Write the step's pass rates and the first groups from the source's recorded_rank.
@@ -159,7 +159,7 @@ class RunOutput:
             scored: responses sampled by this rank.
             summary: of all ranks' responses.
             batch: what this data-parallel rank trained on.
-            entropy: float32 [T] of the batch, nats.
+            entropy: float32 [T] of the batch, nats; None: not computed.
             source: of the responses.
         """
         decode = source.decode
@@ -172,9 +172,10 @@ class RunOutput:
         if positions and decode is not None:
             tokens = gather_token_data(batch, entropy, positions, summary, self._ranks)
         if self._writer is not None:
-            problems = summary.prompt_indices[summary.firsts.unique()].tolist()
-            correct = groups[summary.is_correct].bincount(minlength=len(problems)).tolist()
-            self._writer.write_problems(step + 1, problems, correct, groups.bincount().tolist())
+            if not summary.is_given:  # Given responses say nothing of what the policy can do.
+                problems = summary.prompt_indices[summary.firsts.unique()].tolist()
+                correct = groups[summary.is_correct].bincount(minlength=len(problems)).tolist()
+                self._writer.write_problems(step + 1, problems, correct, groups.bincount().tolist())
             own = {s.rollout.position: s for s in source.recorded(scored)}
             records = group_records([own[p] for p in positions], tokens, decode)
             self._writer.write_rollouts(step + 1, records)

@@ -25,8 +25,12 @@ from vapo_megatron.config.metrics import accuracy_name
 
 Mode = Literal["auto", "live", "plain", "off"]
 
+_NLL = "NLL"
+"""Label of the loss, which is shown where there is no reward."""
 _FIGURES = (
     ("reward", "reward/mean", "+.3f"),
+    (_NLL, "actor/positive_lm_loss", ".4f"),
+    ("held-out NLL", "evaluation/nll_mean", ".4f"),
     ("length", "rollout/response_length_mean", ",.1f"),
     ("entropy", "actor/entropy", ".3f"),
     ("explained variance", "critic/explained_variance", ".3f"),
@@ -238,6 +242,8 @@ def _figures(metrics: Mapping[str, Any]) -> dict[str, str]:
     figures = {}
     for label, name, form in _FIGURES:
         value = metrics.get(name)
+        if label == _NLL and "reward" in figures:
+            continue
         if value is not None:
             figures[label] = format_seconds(value) if form == "seconds" else format(value, form)
     accuracy = accuracy_name(metrics)

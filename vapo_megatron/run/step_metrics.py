@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -104,47 +105,47 @@ def logprob_difference(
 def step_metrics(
     summary: StepSummary,
     batch: RolloutBatch,
-    entropy: Tensor,
+    entropy: Tensor | None,
     algorithm: AlgorithmConfig,
     ranks: Ranks,
 ) -> dict[str, float]:
-    """Reduce a step's metrics, except those of the updates; two small all-reduces.
+    """Reduce a step's metrics, except those of the updates; one small all-reduce.
 
     Args:
-        summary: of all ranks' responses.
-        batch: this data-parallel rank's, with advantages; values only with a critic.
-        entropy: float32 [T], nats, of the sampling policy.
+        summary: of all ranks' responses; given ones have no metrics of verdicts.
+        batch: this data-parallel rank's, with advantages if they are used; values only with a
+            critic.
+        entropy: float32 [T], nats, of the sampling policy; None: not computed.
         algorithm: for lambda.
         ranks: this rank's place.
     """
-    assert batch.advantages is not None
     everything = torch.ones_like(batch.loss_mask, dtype=torch.bool)
     # One all-reduce of sums; means and deviations follow from it.
-    parts = [masked_sums(entropy, everything), masked_sums(batch.advantages, batch.loss_mask)]
+    parts: dict[str, Tensor] = {}
+    if entropy is not None:
+        parts["entropy"] = masked_sums(entropy, everything)
+    if batch.advantages is not None:
+        parts["advantages"] = masked_sums(batch.advantages, batch.loss_mask)
     if batch.values is not None and batch.returns is not None:
-        parts.append(moments(batch.values, batch.returns, batch.loss_mask))
-    of_entropy, of_advantages, *of_values = sum_over_data_parallel(torch.cat(parts), ranks).split(
-        [len(part) for part in parts]
-    )
-    advantage_mean, advantage_std = mean_and_std(of_advantages)
+        parts["values"] = moments(batch.values, batch.returns, batch.loss_mask)
+    sums = dict(zip(parts, _sums_over_data_parallel([*parts.values()], ranks), strict=True))
     lengths = summary.response_lengths
-    counts = summary.statuses.bincount(minlength=len(STATUSES))
-    of_status = dict(zip(STATUSES, counts / len(lengths)))
     result = {
         "num_tokens": lengths.sum(),
-        "reward/mean": summary.total_rewards.mean(),
-        "reward/correct_fraction": of_status["correct"],
-        "reward/unparsable_fraction": of_status["unparsable"],
-        "reward/timed_out_fraction": of_status["timed_out"],
-        "reward/failed_fraction": of_status["failed"],
+        **({} if summary.is_given else _verdict_metrics(summary)),
         "rollout/response_length_mean": lengths.float().mean(),
         "rollout/response_length_max": lengths.max(),
         "rollout/truncated_fraction": summary.truncated.float().mean(),
-        "actor/entropy": mean_and_std(of_entropy)[0],
-        "algorithm/advantage_mean": advantage_mean,
-        "algorithm/advantage_std": advantage_std,
     }
-    if of_values:
+    if "entropy" in sums:
+        result["actor/entropy"] = mean_and_std(sums["entropy"])[0]
+    if "advantages" in sums:
+        advantage_mean, advantage_std = mean_and_std(sums["advantages"])
+        result |= {
+            "algorithm/advantage_mean": advantage_mean,
+            "algorithm/advantage_std": advantage_std,
+        }
+    if "values" in sums:
         # As GAE does: a masked truncated response counts no tokens.
         if algorithm.gae_unit == "turn":
             steps = torch.ones_like(lengths) if summary.turns is None else summary.turns
@@ -157,14 +158,33 @@ def step_metrics(
             lambda_critic=algorithm.lambda_critic,
             length_adaptive_alpha=algorithm.length_adaptive_alpha,
         )
-        value_error, return_std = value_error_from_moments(of_values[0])
+        value_error, return_std = value_error_from_moments(sums["values"])
         result |= {
-            "critic/explained_variance": explained_variance_from_moments(of_values[0]),
+            "critic/explained_variance": explained_variance_from_moments(sums["values"]),
             "critic/value_error_mean": value_error,
             "critic/return_std": return_std,
             "algorithm/lambda_actor_mean": torch.as_tensor(lambda_actor).mean(),
         }
     return {name: float(value) for name, value in result.items()}
+
+
+def _sums_over_data_parallel(parts: Sequence[Tensor], ranks: Ranks) -> Sequence[Tensor]:
+    """Sum each part over the data-parallel ranks, in one all-reduce."""
+    if not parts:
+        return ()
+    return sum_over_data_parallel(torch.cat([*parts]), ranks).split([len(part) for part in parts])
+
+
+def _verdict_metrics(summary: StepSummary) -> dict[str, Tensor]:
+    counts = summary.statuses.bincount(minlength=len(STATUSES))
+    of_status = dict(zip(STATUSES, counts / len(summary.response_lengths)))
+    return {
+        "reward/mean": summary.total_rewards.mean(),
+        "reward/correct_fraction": of_status["correct"],
+        "reward/unparsable_fraction": of_status["unparsable"],
+        "reward/timed_out_fraction": of_status["timed_out"],
+        "reward/failed_fraction": of_status["failed"],
+    }
 
 
 @emits(
@@ -213,9 +233,12 @@ def reward_spread(summary: StepSummary, *, uses_scores: bool) -> dict[str, float
     """Say how far a step's rewards differ; nothing is communicated, the same on every rank.
 
     Args:
-        summary: of all ranks' responses. Where each group has one, there are no metrics of groups.
+        summary: of all ranks' responses. Where each group has one, there are no metrics of groups;
+            of given responses there are none.
         uses_scores: reward.from_score is set.
     """
+    if summary.is_given:
+        return {}
     # Exactly 0 where all are equal: a mean that is subtracted would round.
     rewards = summary.total_rewards.double()
     result = {"reward/std": (rewards - rewards[0]).std(correction=0)}
@@ -246,8 +269,10 @@ def metrics_by_label(summary: StepSummary, labels: Labels) -> dict[str, float]:
 
     Returns:
         Of each name, where the run has several, its share of the responses; and where that is not
-        0, the others. The same on every rank.
+        0, the others. The same on every rank. Of given responses there are none.
     """
+    if summary.is_given:
+        return {}
     result: dict[str, float] = {}
     failed = [STATUSES.index(status) for status in ("failed", "timed_out")]
     columns = {

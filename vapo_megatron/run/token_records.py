@@ -38,7 +38,7 @@ def kept(length: int) -> list[int]:
 
 def gather_token_data(
     batch: RolloutBatch,
-    entropy: Tensor,
+    entropy: Tensor | None,
     positions: Sequence[int],
     summary: StepSummary,
     ranks: Ranks,
@@ -46,18 +46,20 @@ def gather_token_data(
     """Gather the per-token data of some responses on every rank. Collective.
 
     Args:
-        batch: this data-parallel rank's, with advantages.
-        entropy: float32 [T], nats.
+        batch: this data-parallel rank's.
+        entropy: float32 [T], nats; None: not computed.
         positions: of the responses, the same on every rank.
         summary: of all ranks' responses.
         ranks: this rank's place.
 
     Returns:
-        By position: `values` (with a critic), `advantages` and `entropy` of its kept tokens; None
-        stands for a non-finite number.
+        By position, of its kept tokens: `values`, `advantages` and `entropy`, those that the step
+        has; None stands for a non-finite number.
     """
     known = {"values": batch.values, "advantages": batch.advantages, "entropy": entropy}
     held = {name: numbers for name, numbers in known.items() if numbers is not None}
+    if not held:
+        return {position: {} for position in positions}
     tokens = [kept(int(summary.response_lengths[p])) for p in positions]
     sizes = list(map(len, tokens))
     starts = dict(zip(batch.positions.tolist(), batch.cu_seqlens.tolist()))

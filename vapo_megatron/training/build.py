@@ -28,6 +28,7 @@ from vapo_megatron.roles.device_schedule import DeviceSchedule
 from vapo_megatron.roles.reward_model import RewardModel
 from vapo_megatron.roles.trained import TrainedModel
 from vapo_megatron.rollout.disaggregated.source import RemoteSampling
+from vapo_megatron.rollout.given import GivenSource
 from vapo_megatron.rollout.inputs import Inputs, read_inputs
 from vapo_megatron.rollout.replay import Replay
 from vapo_megatron.rollout.source import OnProgress, RolloutSource
@@ -110,13 +111,14 @@ class Built:
     def _source(
         self, replay: Path | None, inputs: Inputs | None, verifier: object | None
     ) -> RolloutSource:
-        """Choose where the run's rollouts come from: dumps, other processes, or vLLM in this one.
+        """Choose where the run's rollouts come from: dumps, data, other processes, or vLLM here.
 
         Raises:
             ConfigError: what samples is given a trainer, or a process that trains a verifier.
         """
         if replay is not None:
-            return Replay(replay, self.ranks, default_name(self.config.reward, verifier))
+            default = default_name(self.config.reward, verifier)
+            return Replay(replay, self.ranks, default, takes_given=not self.config.samples)
         c, hf_path = self.config, str(self.config.model.hf_path)
         inputs = inputs or read_inputs(
             self.shape,
@@ -128,6 +130,10 @@ class Built:
             environment=c.environment,
         )
         inputs = inputs.agreed()
+        if not c.samples:
+            return GivenSource(
+                inputs, self.ranks, rollout=c.rollout, algorithm=c.algorithm, logging=c.logging
+            )
         if self.worlds is not None:
             if verifier is not None or self.worlds.is_rollout_worker:
                 raise ConfigError(

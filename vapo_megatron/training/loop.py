@@ -212,7 +212,7 @@ class VapoTrainer(StepTrainer):
             self.policy_version, self.phase, self.early_stop.has_time_to_evaluate
         )
         self.output.evaluation(done, correct)
-        return metrics
+        return metrics | self.held_out_loss()
 
 
 def _is_due(done: int, every: int) -> bool:

@@ -7,13 +7,18 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from vapo_megatron.algorithm.statistics import masked_sums
 from vapo_megatron.algorithm.value_pretraining import actor_is_trained, bias_to_mean_return
+from vapo_megatron.config import AlgorithmConfig
+from vapo_megatron.config.metrics import emits
 from vapo_megatron.config.phases import (
     ACTOR_UPDATE,
     ADVANTAGES,
     CRITIC_UPDATE,
+    EVALUATION,
     EXCHANGE,
     LOGPROBS,
     REFERENCE_LOGPROBS,
@@ -35,7 +40,7 @@ from vapo_megatron.parallel.minibatches import (
     make_mini_batches,
     with_microbatches,
 )
-from vapo_megatron.parallel.reduce import any_rank
+from vapo_megatron.parallel.reduce import any_rank, sum_over_data_parallel
 from vapo_megatron.reward.checks import check_verdicts
 from vapo_megatron.reward.scoring import with_scores
 from vapo_megatron.roles.advantages import (
@@ -68,8 +73,9 @@ class StepData(NamedTuple):
     """Of the responses of all ranks."""
     batch: RolloutBatch
     """Everything that this data-parallel rank trains on."""
-    entropy: Tensor
-    """float32 [T], in nats, of the policy before the update on the batch's response tokens."""
+    entropy: Tensor | None
+    """float32 [T], in nats, of the policy before the update on the batch's response tokens; None:
+    given responses need no forward pass before it."""
     mini_batches: list[MiniBatch]
     critic_mini_batches: list[MiniBatch]
     """The same, behind the critic's prompts where it has its own."""
@@ -163,13 +169,11 @@ class StepTrainer(Built):
                     value_range = config.algorithm.value_range
                     self.critic.shift(bias_to_mean_return(*means, value_range))
                     batch = batch.replace(values=self.critic.compute_values(of_critic))
-        with self.phase(LOGPROBS):
-            old_logprobs, entropy = self.actor.compute_logprobs(microbatches)
-            batch = batch.replace(old_logprobs=old_logprobs)
-            limit, is_stale = config.rollout.max_logprob_difference, config.rollout.is_stale
-            difference = logprob_difference(batch, limit, self.ranks, is_stale=is_stale)
-            batch, of_mask = with_policy_mask(batch, config.algorithm, self.ranks)
-            batch = with_behaviour(batch, config.rollout)
+        entropy = None
+        if not summary.is_given:  # No loss on given responses is relative to an earlier policy.
+            with self.phase(LOGPROBS):
+                batch, entropy, compared = self._with_logprobs(batch, microbatches)
+                metrics = {**metrics, **compared}
         if self.reference is not None and self._trains_actor(step):
             with self.phase(REFERENCE_LOGPROBS):
                 of_reference = self.reference.compute_logprobs(microbatches)
@@ -181,7 +185,6 @@ class StepTrainer(Built):
             mini_batches = make_mini_batches(filled, map(len, sizes), self.ranks)
             of_critic = filled if of_critic is microbatches else filled_in(of_critic, batch)
             critic_mini_batches = with_microbatches(mini_batches, of_critic)
-        metrics = {**metrics, **difference, **of_mask}
         return StepData(scored, summary, batch, entropy, mini_batches, critic_mini_batches, metrics)
 
     def with_advantages(
@@ -198,17 +201,68 @@ class StepTrainer(Built):
         """
         return with_advantages(summary, batch, self.config.algorithm, self.ranks)
 
+    @emits("evaluation/nll_mean", "evaluation/nll_tokens")
+    def held_out_loss(self) -> dict[str, float]:
+        """Return the positive-example loss on given held-out responses; empty without any.
+
+        Its mean is over all tokens of all of them, stop tokens included, and not over responses.
+
+        Raises:
+            Stopped: on every rank, once one of them has no time left.
+        """
+        count = self.source.num_held_out
+        if not count:
+            return {}
+        if any_rank(not self.early_stop.has_time_to_evaluate()):
+            raise Stopped
+        # All of them at once: there is no update.
+        sizes = {"responses_per_step": count, "mini_batch_size": count}
+        algorithm = self.config.algorithm.model_copy(update=sizes)
+        of_rank = microbatch_options(self.config.model, self.config.parallel, self.ranks)
+        with self.phase(EVALUATION), self.phase(LOGPROBS):
+            _, batch, plan = self._distribute(self.source.held_out(), 0, algorithm)
+            (microbatches,) = plan.microbatch_sizes(self.ranks.dp_rank)
+            logprobs, _ = self.actor.compute_logprobs(
+                make_microbatches(batch, microbatches, **of_rank)
+            )
+            sums = masked_sums(logprobs, torch.ones_like(logprobs, dtype=torch.bool))
+            tokens, total, _ = sum_over_data_parallel(sums, self.ranks).tolist()
+        return {"evaluation/nll_mean": -total / tokens, "evaluation/nll_tokens": tokens}
+
+    def _with_logprobs(
+        self, batch: RolloutBatch, microbatches: Sequence[Microbatch]
+    ) -> tuple[RolloutBatch, Tensor, dict[str, float]]:
+        """Return the batch with what losses are relative to, the entropy [T], and metrics.
+
+        Raises:
+            LogprobsDiffer: on every rank; see logprob_difference.
+        """
+        config = self.config
+        old_logprobs, entropy = self.actor.compute_logprobs(microbatches)
+        batch = batch.replace(old_logprobs=old_logprobs)
+        limit, is_stale = config.rollout.max_logprob_difference, config.rollout.is_stale
+        difference = logprob_difference(batch, limit, self.ranks, is_stale=is_stale)
+        batch, of_mask = with_policy_mask(batch, config.algorithm, self.ranks)
+        return with_behaviour(batch, config.rollout), entropy, {**difference, **of_mask}
+
     def _trains_actor(self, step: int) -> bool:
         return actor_is_trained(step, self.config.algorithm.value_pretraining_steps)
 
     def _distribute(
-        self, scored: Sequence[ScoredRollout], step: int
+        self,
+        scored: Sequence[ScoredRollout],
+        step: int,
+        algorithm: AlgorithmConfig | None = None,
     ) -> tuple[StepSummary, RolloutBatch, StepPlan]:
-        """Plan the mini-batches from the lengths of all responses, then send each to its rank."""
+        """Plan the mini-batches from the lengths of all responses, then send each to its rank.
+
+        algorithm: has the numbers of responses; None: the run's.
+        """
         config, group = self.config, self.source.group
-        summary = gather_summary(scored, config.algorithm.responses_per_step, group)
+        algorithm = algorithm or config.algorithm
+        summary = gather_summary(scored, algorithm.responses_per_step, group)
         plan = plan_of(
-            summary.sequence_lengths, config.algorithm, config.parallel,
+            summary.sequence_lengths, algorithm, config.parallel,
             hidden_size=self.shape.hidden_size, seed=config.seed, step=step,
         )  # fmt: skip
         wanted = [plan.positions(dp_rank) for dp_rank in range(self.ranks.dp_size)]

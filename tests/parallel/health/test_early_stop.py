@@ -55,7 +55,7 @@ class Clock:
 
 TIMES = {
     "time/step_seconds": 60.0,
-    "time/logprobs_seconds": 4.0,
+    "time/exchange_seconds": 4.0,
     "time/critic_update_seconds": 5.0,
     "time/actor_update_seconds": 6.0,
     "time/sync_seconds": 1.0,

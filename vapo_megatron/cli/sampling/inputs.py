@@ -44,6 +44,9 @@ def evaluation_config(
     """
     files = [checkpoint / "config.yaml"] if is_run_directory(checkpoint) else []
     config = read_config(files, overrides).colocated()
+    # Responses are sampled, whatever the run was trained on.
+    sampled = config.data.model_copy(update={"response_column": None})
+    config = config.model_copy(update={"data": sampled})
     given = [text.partition("=")[0].strip() for text in overrides]
     if "rollout.max_prompt_tokens" not in given:
         # The run's limit is of its training data; see with_own_limits.

@@ -189,7 +189,7 @@ class EarlyStop:
         seconds = {name: times.get(f"time/{name}_seconds", 0.0) for name in _NAMES}
         if seconds["evaluation"]:
             self._evaluation_seconds = seconds["evaluation"]
-        if seconds["logprobs"]:  # Row 0 is an evaluation alone.
+        if seconds["exchange"]:  # Row 0 is an evaluation alone.
             extra = seconds["evaluation"] + seconds["checkpoint"]
             self._step_seconds = seconds["step"] - extra
             self._update_seconds = sum(seconds[name] for name in _FROM_UPDATES_ON)
@@ -217,4 +217,4 @@ class EarlyStop:
 
 
 _FROM_UPDATES_ON = ("critic_update", "actor_update", "sync")
-_NAMES = ("step", "evaluation", "checkpoint", "logprobs", *_FROM_UPDATES_ON)
+_NAMES = ("step", "evaluation", "checkpoint", "exchange", *_FROM_UPDATES_ON)

@@ -191,7 +191,7 @@ def judge_problems(
                 engine, repeat_for_group(list(part), samples), sizes, 0, sampling, policy_version,
                 show, has_time, on_finished=stream.submit, episodes=episodes,
             )  # fmt: skip
-            if not all(math.isfinite(x) for rollout in rollouts for x in rollout.logprobs):
+            if not all(math.isfinite(x) for rollout in rollouts for x in rollout.logprobs or ()):
                 raise RuntimeError("a log-probability is not finite; look for NaN weights")
             found = stream.judged(rollouts)
         if verifier is None:

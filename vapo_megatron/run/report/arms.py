@@ -16,6 +16,7 @@ MEASURES: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("Held-out accuracy", ACCURACY, "high", {"low": 0, "high": 1}),
     ("Training accuracy", "reward/correct_fraction", "high", {"low": 0, "high": 1}),
     ("Reward", "reward/mean", "high", {}),
+    ("Held-out NLL", "evaluation/nll_mean", "low", {"low": 0}),
     ("Response length", "rollout/response_length_mean", "", {"low": 0}),
     ("Entropy", "actor/entropy", "", {"low": 0}),
     ("Explained variance", "critic/explained_variance", "high", {"high": 1, "floor": -1}),

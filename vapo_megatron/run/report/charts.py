@@ -52,7 +52,9 @@ _CHARTS: tuple[tuple[str, _Series, dict[str, Any]], ...] = (
         ("actor/grad_norm", "actor"), ("critic/grad_norm", "critic"),
     ), {"log": True}),
     ("Lambda of the actor", (("algorithm/lambda_actor_mean", "mean"),), {"high": 1}),
-    ("Positive-example LM loss", (("actor/positive_lm_loss", "NLL"),), {"low": 0}),
+    ("Positive-example LM loss", (
+        ("actor/positive_lm_loss", "NLL"), ("evaluation/nll_mean", "held-out"),
+    ), {"low": 0}),
     ("Tokens per second", (("tokens_per_second", "all processes"),), {"low": 0}),
 )  # fmt: skip
 """Title, (metric, label) of each curve, and the axis: shows low and high, nothing below floor."""

@@ -63,10 +63,12 @@ def _token_plots(
     longest = max(r["num_tokens"] for r in responses)
     if all("values" in r["tokens"] for r in responses):
         yield from _critic_plots(kinds, longest, algorithm)
-    yield _plot("Which parts of a response have a high advantage?", _POSITION, "mean advantage", [
-        (name, _by_position([(t.place, t.number) for t in _tokens(some, "advantages")]))
-        for name, some in kinds
-    ])  # fmt: skip
+    if all("advantages" in r["tokens"] for r in responses):
+        title = "Which parts of a response have a high advantage?"
+        yield _plot(title, _POSITION, "mean advantage", [
+            (name, _by_position([(t.place, t.number) for t in _tokens(some, "advantages")]))
+            for name, some in kinds
+        ])  # fmt: skip
     if algorithm["advantage_estimator"] == "gae":
         by_turn = algorithm["gae_unit"] == "turn"
         most = max(len(r.get("turns") or "1") for r in responses) if by_turn else longest
@@ -75,6 +77,8 @@ def _token_plots(
         yield _plot(*reach, "lambda, share of the reward", lambdas, low=0, high=1)
     yield _plot("Which response lengths dominate the loss?", _LENGTH, "share of the loss",
                 _shares(responses, algorithm), low=0)  # fmt: skip
+    if not all("entropy" in r["tokens"] for r in responses):
+        return
     diverging, others = _entropies(groups)
     yield _plot("Is the policy uncertain where responses of a group diverge?", _POSITION,
                 "entropy (nat)", [

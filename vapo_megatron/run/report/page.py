@@ -76,7 +76,7 @@ def _headline(run: Run) -> Iterable[tuple[str, str, str]]:
     rows = run.rows
     evaluated = [(row, name) for row in rows if (name := accuracy_name(row))]
     accuracies = [row[name] for row, name in evaluated if row[name] is not None]
-    rewards = _column(rows, "reward/mean")
+    rewards, losses = (_column(rows, n) for n in ("reward/mean", "evaluation/nll_mean"))
     if accuracies:
         k = evaluated[0][1].removeprefix("evaluation/")
         steps = sorted({evaluated[0][0]["step"], evaluated[-1][0]["step"]})
@@ -84,6 +84,8 @@ def _headline(run: Run) -> Iterable[tuple[str, str, str]]:
         yield "Accuracy", first_to_last(accuracies, ".3f"), f"{k}, {when}"
     elif rewards:
         yield "Reward", first_to_last(rewards, "+.2f"), "mean, first and last step"
+    elif losses:
+        yield "Held-out NLL", first_to_last(losses, ".3f"), "per token, first and last evaluation"
     done = rows[-1]["step"] if rows else 0
     algorithm = run.section("algorithm")
     pretraining = algorithm.get("value_pretraining_steps", 0)
