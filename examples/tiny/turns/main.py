@@ -42,9 +42,11 @@ ARMS = {
             recipe,
             policy_steps=STEPS + READ // PER_STEP,
         )
-        for recipe, title in (("ppo", "vanilla PPO"), ("dapo", "DAPO without dynamic sampling"), ("grpo", "GRPO"))
+        for recipe, title in (
+            ("ppo", "vanilla PPO"), ("dapo", "DAPO without dynamic sampling"), ("grpo", "GRPO"),
+        )
     },
-}
+}  # fmt: skip
 TABLE = Table(
     "luck",
     configs=("tiny.yaml", "turns_tiny.yaml"),
