@@ -141,8 +141,9 @@ def test_each_verifier_has_statistics_of_its_own(workers, tmp_path, monkeypatch,
     found = summaries.Summary(
         estimates(values, 0),
         {"math": (2, estimates(values[:1], 0)), "x": (3, estimates(values, 0))},
+        {},
     )
-    monkeypatch.setattr(summaries, "evaluate_checkpoint", lambda *_: found)
+    monkeypatch.setattr(summaries, "evaluate_checkpoint", lambda *_, **__: found)
     monkeypatch.setenv("COLUMNS", "100")
     note_export(paths[0], 143, [])
     given = ["--checkpoint", str(paths[0]), "--data", str(paths[1]), "--out", str(out), *OVERRIDES]

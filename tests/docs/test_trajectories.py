@@ -20,7 +20,7 @@ def test_the_command_prints_what_the_page_shows(tmp_path, monkeypatch, capsys):
     (tmp_path / "runs/trajectories.jsonl").write_text(block("json"))
     (tmp_path / "steps.py").write_text(block("python"))
     monkeypatch.chdir(tmp_path)
-    (command,) = commands("docs/trajectories.md")
+    command, *_ = commands("docs/trajectories.md")
     assert main([*shlex.split(command.text)[1:], "reward.num_workers=1"]) == 0
     assert capsys.readouterr().out == block("text") + "data/states.jsonl\n"
     rows = [json.loads(line) for line in (tmp_path / "data/states.jsonl").open()]

@@ -52,7 +52,7 @@ def cut_and_gone_on(tmp: Path, first_path: Path, second_path: Path) -> dict[str,
     engine.load_weights(weights(first_path), 3)
     ask = prompts(COUNT, length=LONGER_THAN_A_BLOCK)
     groups = start_groups(ask, [1] * COUNT, seed=SEED, step=1, role="train", policy_version=3)
-    begun, seeds, _ = zip(*(request for group in groups for request in group))
+    begun, seeds, *_ = zip(*(request for group in groups for request in group))
     found: dict[str, Any] = {"plain": generate(engine, ask, 1, 1, settings(), 3)}
     found["uncut"] = go_on(engine, begun, seeds, 3, lambda count: False)
     found["by count"] = go_on(engine, begun, seeds, 3, lambda count: count >= WHOLE)

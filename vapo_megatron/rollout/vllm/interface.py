@@ -105,7 +105,7 @@ TABLE = (
         "vllm.sampling_params:SamplingParams",
         takes=(
             "temperature", "top_p", "top_k", "max_tokens", "seed", "stop_token_ids", "ignore_eos",
-            "logprobs", "flat_logprobs", "detokenize", "output_kind",
+            "logit_bias", "logprobs", "flat_logprobs", "detokenize", "output_kind",
         ),
     ),
     Used("vllm.sampling_params:RequestOutputKind.FINAL_ONLY"),
