@@ -47,7 +47,7 @@ def refused(capsys, *arguments):
         (["--separator", "("], "--separator=( is no regular expression"),
         (["--max-switches", "0"], "--max-switches=0 must be at least 1"),
         ([], "environment.use=null and environment.tools=[]: trajectories are episodes"),
-        (["--revise", "none.jsonl"], "--revise=none.jsonl cannot be read: No such file"),
+        (["--revise", "none.jsonl"], "samples file none.jsonl does not exist"),
         (
             ["--revise", "none.jsonl", "environment.tools=[calculator]"],
             "no chat template that tells the policy of them",
@@ -69,7 +69,10 @@ def samples(path, evaluation, *, count=2, **changes):
     """A file of a sample for each problem."""
     lines = [{"evaluation": 1, **evaluation.header, "samples": 1, **changes}]
     response = {"sample": 0, "status": "correct", "truncated": False, "text": "w9 w4"}
-    lines += [{"prompt_index": i, "responses": [response]} for i in range(count)]
+    lines += [
+        {"prompt_index": i, "answer": "3", "verifier": "math", "responses": [response]}
+        for i in range(count)
+    ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
@@ -87,15 +90,17 @@ def test_samples_of_another_model_or_other_data_are_refused(evaluation, tmp_path
 def test_what_is_no_file_of_samples_is_refused(evaluation, tmp_path, text):
     path = tmp_path / "s.jsonl"
     path.write_text(text)
-    with pytest.raises(DataError, match=r"is no file of samples|is of another model") as caught:
-        _read(path, evaluation[0], keep=True)
+    with pytest.raises(
+        DataError, match=r"is not an evaluation's file|was not written by|is of another|JSON"
+    ) as caught:
+        _read(path, evaluation[0])
     assert "\n" not in str(caught.value)
 
 
 def test_an_unfinished_file_is_refused(evaluation, tmp_path):
     path = samples(tmp_path / "s.jsonl", evaluation[0], count=1)
     with pytest.raises(DataError, match=r"lacks 1 problems, the first 1 \(from 0\)"):
-        _read(path, evaluation[0], keep=True)
+        _read(path, evaluation[0])
 
 
 def test_other_settings_are_another_revision(evaluation, tmp_path):
@@ -113,7 +118,7 @@ def test_other_settings_are_another_revision(evaluation, tmp_path):
 
 def test_a_text_without_tokens_is_encoded_once_with_its_stop_token(evaluation, tmp_path):
     checked, _ = evaluation
-    _, traces = _read(samples(tmp_path / "s.jsonl", checked), checked, keep=True)
+    _, traces = _read(samples(tmp_path / "s.jsonl", checked), checked)
     (one,) = traces[1]
     *ids, stop = one.token_ids
     assert checked.inputs.tokenizer.decode(ids) == "w9w4" and stop in checked.inputs.stop_token_ids

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections import Counter
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from vapo_megatron.cli.select.table import source_table
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.data.storage import replacing, to_line
 from vapo_megatron.errors import DataError
-from vapo_megatron.rollout.evaluation.samples_file import collect
+from vapo_megatron.rollout.evaluation.samples_file import collect, read_samples
 from vapo_megatron.rollout.offline import Reviser, Sampled, banned_tokens
 from vapo_megatron.rollout.revision import Settings
 
@@ -33,7 +32,7 @@ def prepare(
     Raises:
         DataError: the samples are of another model or other data; or the table of rows cannot be.
     """
-    header, _ = _read(samples, evaluation, keep=False)
+    header, _ = _read(samples, evaluation)
     source_table(Path(evaluation.header["data"]), config.data, evaluation.dataset.rows)
     revised = {**settings._asdict(), "keywords": list(settings.keywords), "endings": endings}
     own = {
@@ -67,7 +66,7 @@ def write(
     Returns:
         On rank 0 what was written, for people; None elsewhere.
     """
-    _, traces = _read(samples, evaluation, keep=True)
+    _, traces = _read(samples, evaluation)
     tokenizer = evaluation.inputs.tokenizer
     banned = banned_tokens(tokenizer, evaluation.inputs.shape.vocab_size, settings)
     reviser = Reviser(traces, settings, endings, banned)
@@ -77,10 +76,8 @@ def write(
     )  # fmt: skip
 
 
-def _read(
-    samples: Path, evaluation: Evaluation, *, keep: bool
-) -> tuple[dict[str, Any], dict[int, list[Sampled]]]:
-    """Return the header of a samples file and, where wanted, its responses by problem.
+def _read(samples: Path, evaluation: Evaluation) -> tuple[dict[str, Any], dict[int, list[Sampled]]]:
+    """Return the header of a samples file, and its responses by problem.
 
     Responses without token ids are encoded once, as wholes.
 
@@ -88,7 +85,6 @@ def _read(
         DataError: it is no complete samples file of this model and data.
     """
     tokenizer, stop = evaluation.inputs.tokenizer, evaluation.inputs.stop_token_ids
-    traces: dict[int, list[Sampled]] = {}
 
     def sampled(response: Mapping[str, Any], index: int) -> Sampled:
         ids = response.get("token_ids")
@@ -102,24 +98,7 @@ def _read(
             ids, response["status"], bool(response["truncated"]), response["sample"], place
         )
 
-    try:
-        with samples.open("rb") as file:
-            header = json.loads(file.readline())
-            assert "evaluation" in header
-            for line in file if keep else ():
-                row = json.loads(line)
-                index = row["prompt_index"]
-                traces[index] = [sampled(response, index) for response in row["responses"]]
-    except OSError as error:
-        raise DataError(
-            f"--revise={samples} cannot be read: {error.strerror}; give a file of vapo evaluate or "
-            "vapo select"
-        ) from None
-    except (ValueError, KeyError, TypeError, AssertionError):
-        raise DataError(
-            f"--revise={samples} is no file of samples; give one that vapo evaluate or vapo select "
-            "has finished"
-        ) from None
+    header, lines = read_samples(samples)
     for name in MUST_AGREE:
         if header.get(name) != evaluation.header[name]:
             raise DataError(
@@ -127,12 +106,20 @@ def _read(
                 f"{header.get(name)!r}, here it is {evaluation.header[name]!r}; give the "
                 "checkpoint and the data that it was sampled with"
             )
-    missing = [p.index for p in evaluation.dataset.problems if keep and p.index not in traces]
+    found = {line["prompt_index"]: line["responses"] for line in lines}
+    missing = [p.index for p in evaluation.dataset.problems if p.index not in found]
     if missing:
         raise DataError(
             f"--revise={samples} lacks {len(missing)} problems, the first {missing[0]} (from 0); "
             "let the command that writes it finish"
         )
+    try:
+        traces = {i: [sampled(response, i) for response in of] for i, of in found.items()}
+    except (KeyError, TypeError):
+        raise DataError(
+            f"--revise={samples} has responses without text, status or truncated; give a file that "
+            "vapo evaluate or vapo select has finished"
+        ) from None
     return header, traces
 
 
