@@ -34,17 +34,8 @@ make examples/tiny/task.py --out "$out/data" --seed "$seed"
 sed 's/}$/, "verifier": "math"}/' "$out/data/test.jsonl" >"$out/data/test_math.jsonl"
 make examples/tiny/make_judge.py --out "$out/judge" --seed "$seed"
 
-# `vllm serve $out/judge`, in words that vLLM's CPU build understands, too.
-VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_NO_USAGE_STATS=1 \
-  "$VAPO_PYTHON" -m vllm.entrypoints.openai.api_server --model "$out/judge" --served-model-name judge \
-  --host 127.0.0.1 --port "$port" --dtype float32 --max-model-len 512 --enforce-eager >"$out/judge.log" 2>&1 &
-server=$!
-trap 'kill "$server" 2>/dev/null || true' EXIT
-echo "the judge's server starts, see $out/judge.log"
-until (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do
-  kill -0 "$server" 2>/dev/null || { echo "error: the judge's server ended, see $out/judge.log" >&2; exit 1; }
-  sleep 1
-done
+source examples/tiny/serve_judge.sh
+serve_judge "$out/judge" "$port" "$out/judge.log"
 
 trap - INT
 "$VAPO_PYTHON" -m vapo_megatron train --config examples/configs/tiny.yaml --config examples/configs/tiny_judge.yaml \

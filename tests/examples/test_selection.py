@@ -4,6 +4,7 @@ The runner of the jobs is in test_runner.py. Not exercised: selection and traini
 themselves. Whether selected prompts help is for examples/run_selection_tiny.sh to say.
 """
 
+import json
 import sys
 
 import pytest
@@ -15,7 +16,7 @@ from vapo_megatron.data.problems import Problem
 import task
 from selection import main as selection
 from selection import problems as selection_problems
-from selection.weak_judge import WeakJudge
+from selection.weak_judge import WeakJudge, is_hackable
 
 PRODUCT, SUM = "Qa9b-3c*2=", "Qa9b*2c-3="
 """(9 - 3) * 2 = 12 -> 2, and 9 * 2 = 18 -> 8, 8 - 3 = 5"""
@@ -60,6 +61,12 @@ def test_held_out_problems_name_who_judges_them(tmp_path, monkeypatch):
     )
     assert len(pool) == selection_problems.POOL and set(drawn) <= set(pool)
     assert len(drawn) == selection_problems.KEPT and drawn != pool[: len(drawn)]
+    hackable, rest = (
+        (tmp_path / f"{name}.jsonl").read_text().splitlines() for name in ("hackable", "rest")
+    )
+    assert sorted(hackable + rest) == sorted(drawn)
+    assert all(is_hackable(json.loads(line)["prompt"]) for line in hackable)
+    assert not any(is_hackable(json.loads(line)["prompt"]) for line in rest)
 
 
 def test_arms_differ_in_their_prompts_or_their_judge_alone(tmp_path):
@@ -75,6 +82,13 @@ def test_arms_differ_in_their_prompts_or_their_judge_alone(tmp_path):
     assert changes("random") == {"data.train_path": "data/random.jsonl"}
     truth = {"data.train_path": "data/random.jsonl", "reward.verifier": "math"}
     assert changes("truth") == truth
+    # Half of 7 steps; as many hackable prompts in all as at random: 0, then two of three.
+    sources = changes("first").pop("data.sources")
+    assert changes("first").keys() == {"data.train_path", "data.sources"}
+    assert sources["rest"]["path"] == "data/rest.jsonl" and sources["rest"]["schedule"] == []
+    hackable = sources["hackable"]
+    assert hackable["path"] == "data/hackable.jsonl" and hackable["weight"] == 2
+    assert hackable["schedule"] == [[2, 0], [3, 1]]
     assert chosen["data.train_path"] == "chosen/prompts.parquet" and chosen["seed"] == 3
     judge = chosen["reward.verifiers"]["hackable_weak"]["use"]
     assert chosen["reward.verifier"] == "hackable_weak" and judge == "weak_judge:WeakJudge"
@@ -108,16 +122,17 @@ def leave_arm(job, accuracies):
 
 
 def test_the_table_of_what_is_finished(tmp_path, capsys):
-    ends = {"selected": (0.8, 0.6, 0.7), "random": (0.8, 0.1, 1.0), "truth": (1.0, 1.0, 1.0)}
+    ends = {"selected": (0.8, 0.6, 0.7), "random": (0.8, 0.1, 1.0), "truth": (1.0, 1.0, 1.0),
+            "first": (0.9, 0.9, 0.9)}  # fmt: skip
     for seed in (0, 1):
         for job in selection.seed_jobs(tmp_path, seed, 12):
             rest, hackable, weak = ends.get(job.out.name, (0, 0, 0))
             leave_arm(job, (rest, hackable - 0.02 * seed, weak))
     said = done("selection", "--seeds", 1, 0, "--out", tmp_path)
-    assert "12 of 12 already finished" in said
+    assert "14 of 14 already finished" in said
     assert (tmp_path / "table.md").read_text() in said
     lines = (tmp_path / "table.md").read_text().splitlines()
-    assert len({line.count("|") for line in lines}) == 1 and len(lines) == 6
+    assert len({line.count("|") for line in lines}) == 1 and len(lines) == 7
     # Of three for one: (3 * .2 + .1) / 4.
     base = ["base model", "0.175 +- 0.000 (0.175 0.175)", "0.200 +- 0.000 (0.200 0.200)"]
     assert [cell.strip() for cell in lines[2].split("|")][1:4] == base

@@ -107,19 +107,18 @@ def seed_jobs(root: Path, seed: int, sizes: Sizes) -> list[Job]:
     def add_selection(name: str, low: str, high: str) -> None:
         """Choose FEW problems whose pass rate lies in [low, high], the hardest ones."""
         rules = ("--samples", sizes.pool_samples, "--pass-rate", low, high, "--hardest", FEW)
-        jobs.add(
-            name, ("first", "data"), {"arguments": " ".join(map(str, rules))},
-            "-m", "vapo_megatron", "select", "--checkpoint", out / "first",
+        jobs.add_command(
+            name, ("first", "data"), "select", "--checkpoint", out / "first",
             "--data", out / "data/pool.jsonl", "--out", out / name / CHOSEN, *rules,
-            estimate_seconds=15.0 + sizes.pool_samples,
+            seconds=15.0 + sizes.pool_samples,
         )  # fmt: skip
 
     def add_evaluation(name: str, run: str, samples: int) -> None:
         """Evaluate a run on the held-out problems."""
-        jobs.add(
-            name, (run, "data"), {"samples": samples}, "-m", "vapo_megatron", "evaluate",
-            "--checkpoint", out / run, "--data", out / "data/test.jsonl", "--samples", samples,
-            "--out", out / name / SAMPLES, estimate_seconds=15.0 + samples,
+        jobs.add_command(
+            name, (run, "data"), "evaluate", "--checkpoint", out / run,
+            "--data", out / "data/test.jsonl", "--samples", samples, "--out", out / name / SAMPLES,
+            seconds=15.0 + samples,
         )  # fmt: skip
 
     add_script("base", (script, *BASE_SOURCES), 60.0, "model")

@@ -18,9 +18,10 @@ from pathlib import Path
 
 from runner import command
 from runner.jobs import Job, finished
+from runner.samples import read_samples
 
 from concise.arms import QUICK, SAMPLES, SETS, WHOLE, seed_jobs
-from concise.results import Second, markdown, plot, read_samples, second
+from concise.results import Second, markdown, plot, second
 from vapo_megatron.data.storage import replace_file
 from vapo_megatron.run.directory import read_rows
 

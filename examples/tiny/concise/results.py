@@ -3,37 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from runner import curves, tables
+from runner.samples import Measured, measured
 
 from concise.arms import MAIN, SETS
 
 Row = Mapping[str, Any]
-"""A problem's line of an evaluation's samples file, or a step's of metrics.jsonl."""
+"""A problem's line of a samples file, or a step's of metrics.jsonl."""
 
 LENGTH_TARGET = -0.20
 ACCURACY_TARGET = -0.01
 """Of the second phase: change of the length of correct responses at most, of accuracy at least."""
 COLORS = dict(zip(SETS, ("#2563eb", "#059669", "#d97706", "#dc2626"), strict=True))
-
-
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """A policy on the held-out problems."""
-
-    accuracy: float
-    standard_error: float
-    """Of the accuracy on these problems, from sampling alone."""
-    correct_length: float
-    """Mean tokens of the correct responses."""
-    length: float
-    """Mean tokens of all responses."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,35 +57,6 @@ class Second:
     def meets_target(self) -> bool:
         """Shorter correct responses at no loss of accuracy."""
         return self.length_change <= LENGTH_TARGET and self.accuracy_change >= ACCURACY_TARGET
-
-
-def read_samples(file: Path) -> list[Row]:
-    """Return the problems of a samples file, in order."""
-    _, *lines = file.read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
-def measured(rows: Sequence[Row]) -> Measured:
-    """Summarise samples of distinct problems.
-
-    The accuracy is the mean over problems of the share p of k correct samples; its variance is the
-    mean of p(1 - p)/(k - 1) divided by the number of problems.
-    """
-    rates, variances, correct, all_tokens = [], [], [], []
-    for row in rows:
-        tokens = [one["num_tokens"] for one in row["responses"]]
-        right = [one["num_tokens"] for one in row["responses"] if one["status"] == "correct"]
-        rate = len(right) / len(tokens)
-        rates.append(rate)
-        variances.append(rate * (1 - rate) / max(len(tokens) - 1, 1))
-        correct += right
-        all_tokens += tokens
-    return Measured(
-        accuracy=statistics.fmean(rates),
-        standard_error=math.sqrt(statistics.fmean(variances) / len(rows)),
-        correct_length=statistics.fmean(correct) if correct else math.nan,
-        length=statistics.fmean(all_tokens),
-    )
 
 
 def second(before: Sequence[Row], after: Sequence[Row], rows: Sequence[Row]) -> Second:

@@ -54,11 +54,13 @@ def options(name: str, description: str | None, out: str, epilog: str | None = N
     return parser
 
 
-def add_seeds(parser: Parser) -> None:
-    """Add --seeds as a list."""
+def add_seeds(parser: Parser, count: int = 3) -> None:
+    """Add --seeds as a list; count: of the default, from 0 on."""
+    default = list(range(count))
     parser.add_argument(
-        "--seeds", type=at_least(0), nargs="+", default=[0, 1, 2], metavar="N", help="seeds (0 1 2)"
-    )
+        "--seeds", type=at_least(0), nargs="+", default=default, metavar="N",
+        help=f"seeds ({' '.join(map(str, default))})",
+    )  # fmt: skip
 
 
 def main(

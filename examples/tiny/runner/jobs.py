@@ -101,6 +101,25 @@ class Seed:
             estimate_seconds=seconds,
         )  # fmt: skip
 
+    def add_command(
+        self, name: str, needs: Sequence[str], *arguments: object, seconds: float,
+        sources: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        """Add a subcommand of vapo; its arguments are its settings.
+
+        Args:
+            name: of its directory, which the arguments give as its output.
+            needs: see `add`.
+            arguments: the subcommand, and what follows it.
+            seconds: estimate.
+            sources: see `add`.
+        """
+        told = " ".join(map(str, arguments)).replace(f"{self.out}/", "")
+        self.add(
+            name, needs, {"command": told}, "-m", "vapo_megatron", *arguments, sources=sources,
+            estimate_seconds=seconds,
+        )  # fmt: skip
+
     def add_run(
         self, name: str, configs: Sequence[str], *overrides: str, step_seconds: float,
         needs: Sequence[str] | None = None, trainer: Sequence[str] = (),

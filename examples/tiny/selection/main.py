@@ -4,8 +4,9 @@
 
 The reward, weak_judge.py, can be hacked on a third of the problems. `vapo select --hardest` keeps
 the prompts on which it scores the base model lowest. An arm trains on these, one on as many random
-prompts, and one on the random prompts by the ground truth; they differ in nothing else. Ends with a
-table of held-out accuracies. If interrupted, the same command resumes.
+prompts, and one on the random prompts by the ground truth; they differ in nothing else. A last one
+has the random prompts in another order, as that paper has mathematics and code: those that cannot
+be hacked first. Ends with a table of held-out accuracies. If interrupted, the same command resumes.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ ARMS = {
     "selected": ("selected", "chosen/prompts.parquet", ()),
     "random": ("random", "data/random.jsonl", ()),
     "truth": ("random, judged by the ground truth", "data/random.jsonl", ("reward.verifier=math",)),
+    "first": ("random, what cannot be hacked first", None, ()),
 }
-"""Name -> title, training file in the seed's directory, overrides."""
+"""Name -> title, training file in the seed's directory, overrides. None: see `_rest_first`."""
 CONFIGS = ("tiny.yaml", "ablation_tiny.yaml", "algorithms/grpo.yaml", "selection_tiny.yaml")
 JUDGE = "selection/weak_judge.py"
 SELECT = (
@@ -87,20 +89,37 @@ def seed_jobs(root: Path, seed: int, steps: int) -> list[Job]:
     out = jobs.out
     jobs.add_script("base", BASE_SOURCES, seconds=60.0)
     jobs.add_script("data", ("selection/problems.py", "task.py", JUDGE), seconds=0.5)
-    jobs.add(
-        "chosen", ("base", "data"), {"options": " ".join(SELECT)},
-        "-m", "vapo_megatron", "select", "--checkpoint", out / "base",
+    jobs.add_command(
+        "chosen", ("base", "data"), "select", "--checkpoint", out / "base",
         "--data", out / "data/pool.jsonl", "--out", out / "chosen/prompts.parquet",
-        *SELECT, f"seed={seed}", sources=(JUDGE,),
+        *SELECT, f"seed={seed}", seconds=60.0, sources=(JUDGE,),
     )  # fmt: skip
     for name, (_, problems, own) in ARMS.items():
+        data = [f"data.train_path={out / problems}"] if problems else _rest_first(out, steps)
         jobs.add_run(
             name, CONFIGS, f"seed={seed}", f"algorithm.policy_steps={steps}",
-            f"model.hf_path={out / 'base'}", f"data.train_path={out / problems}",
+            f"model.hf_path={out / 'base'}", *data,
             f"evaluation.path={out / 'data/test.jsonl'}", *own, sources=(JUDGE,), step_seconds=4.0,
-            needs=("base", "data", *(["chosen"] if "chosen" in problems else [])),
+            needs=("base", "data", *(["chosen"] if name == "selected" else [])),
         )  # fmt: skip
     return list(jobs.jobs.values())
+
+
+def _rest_first(out: Path, steps: int) -> list[str]:
+    """Return the overrides of two sources, of which one has no prompts in the first half.
+
+    A third of the random prompts can be hacked. They are two thirds of the second half, so that
+    all steps together have as many as without an order.
+    """
+    half = steps // 2
+    sources = {
+        "rest": {"path": f"{out}/data/rest.jsonl"},
+        "hackable": {
+            "path": f"{out}/data/hackable.jsonl", "weight": 2,
+            "schedule": [[half - 1, 0], [half, 1]],
+        },
+    }  # fmt: skip
+    return ["data.train_path=null", f"data.sources={json.dumps(sources)}"]
 
 
 def results(jobs: Sequence[Job]) -> dict[str, dict[int, dict[str, float]]]:

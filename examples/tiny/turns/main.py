@@ -69,10 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run unfinished jobs and write the table; return 1 if a job failed."""
     out = "runs/turns_tiny, with --quick runs/turns_quick"
     parser = command.options("turns", __doc__, out)
-    parser.add_argument(
-        "--seeds", type=command.at_least(0), nargs="+", default=[0, 1, 2, 3, 4], metavar="N",
-        help="seeds (0 1 2 3 4)",
-    )  # fmt: skip
+    command.add_seeds(parser, 5)
     parser.add_argument(
         "--quick", action="store_true", help="one seed of VAPO and GRPO, 5 policy steps"
     )

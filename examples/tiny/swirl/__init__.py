@@ -1,0 +1,1 @@
+"""SWiRL on the tiny task: reinforcement learning on the steps of trajectories."""
