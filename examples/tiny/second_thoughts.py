@@ -6,7 +6,7 @@
     corrections   b*2=8,c-3=7,Wait;c-3=5,d+1=6,Answer:6
 
 The form is that of task.py with 3 to 7 operations and no filler, and `Wait;` is one token. A model
-that switches begins again after one step in seven, for no reason; it guesses 30 % of its `+`/`-`
+that switches begins again after three steps in ten, for no reason; it guesses 30 % of its `+`/`-`
 steps and 60 % of its `*` steps. A model with corrections has a random result in 15 % of its steps,
 which the text does not reveal, and says Wait after 60 % of the wrong ones and computes them again.
 
@@ -32,6 +32,9 @@ import making
 import skill
 import task
 import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, Qwen2ForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 WAIT = "Wait;"
 FORM = task.Form(3, 7, "")
@@ -48,7 +51,7 @@ class Recipe(make_base_model.Recipe):
     direct_share: float = 0.0
     habits_direct_share: float = 0.0
     habit: str = "switches"
-    switch: float = 0.15
+    switch: float = 0.3
     """Probability that a model that switches begins again after a step."""
     slip: float = 0.15
     """Probability of a random result in a model with corrections."""
@@ -96,6 +99,22 @@ def corrections(rng: random.Random, problem: task.Problem, recipe: Recipe, *, la
     return text + task.direct_answer(value)
 
 
+def right_steps(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase, recipe: Recipe
+) -> float:
+    """Return skill.right_steps of a model that may not say Wait, which is a habit and no skill."""
+    (wait,) = tokenizer(WAIT)["input_ids"]
+
+    def without_wait(ids: Tensor) -> CausalLMOutputWithPast:
+        found = model(ids)
+        found.logits[..., wait] = float("-inf")
+        return found
+
+    # Results may slip, which is another habit.
+    results = recipe.habit != "corrections"
+    return skill.right_steps(without_wait, tokenizer, FORM, results=results)  # type: ignore[arg-type]
+
+
 HABITS = {"switches": switches, "corrections": corrections}
 
 
@@ -117,10 +136,7 @@ def make_model(directory: Path, recipe: Recipe) -> bool:
             out, recipe.max_position_embeddings, FORM.characters, (task.ANSWER_MARKER, WAIT)
         ),
         draw=draw,
-        # A result may slip, which is a habit and not a lack of skill.
-        measure=lambda model, tokenizer: skill.right_steps(
-            model, tokenizer, FORM, results=recipe.habit != "corrections"
-        ),
+        measure=lambda model, tokenizer: right_steps(model, tokenizer, recipe),
     )
     sources = [sys.modules[__name__], make_base_model, making, skill, task, make_tokenizer]
     return making.make_from_text(directory, recipe, text, sources)

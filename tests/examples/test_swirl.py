@@ -28,7 +28,8 @@ FIRST, SECOND = f"b*2=8{FILLER},", f"c-3=5{FILLER},"
 @pytest.mark.parametrize(
     ("state", "action", "is_good"),
     [
-        ("", FIRST, True), ("", f"b*2=7{FILLER},", False), ("", f"b*2~8{FILLER},", False),
+        ("", FIRST, True), ("", f"b*2=7{FILLER},", False), ("", f"b*2~8{FILLER},", True),
+        ("", f"b*2~7{FILLER},", False),
         ("", SECOND, False), ("", "Answer:5", False), ("", "", False),
         ("", f"b*2=8{FILLER}", False),
         (FIRST, SECOND, True), (FIRST, f"{SECOND}{SECOND}", False),
@@ -69,11 +70,11 @@ def test_an_episode_is_a_chain_in_pieces():
 
 def test_an_action_ends_at_the_comma(tmp_path):
     tokenizer = make_tokenizer.save_tokenizer(tmp_path, 512)
-    comma = tokenizer.convert_tokens_to_ids(",")
-    assert f"rollout.stop_token_ids=[{comma}]" in main.EPISODES
+    stops = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(",")]
+    assert f"rollout.stop_token_ids={stops}".replace(" ", "") in main.EPISODES
     jobs = {job.out.name: job for job in main.seed_jobs(tmp_path / "x", 0, main.WHOLE)}
     for name in main.ARMS:
-        assert jobs[name].settings["rollout.stop_token_ids"] == [comma]
+        assert jobs[name].settings["rollout.stop_token_ids"] == stops
         longest = len(tokenizer(FIRST)["input_ids"])
         assert jobs[name].settings["rollout.max_response_tokens"] >= longest + 1
 

@@ -36,8 +36,8 @@ EPISODES = (
     "reward.verifier=environment", "environment.max_turns=13", "environment.max_action_tokens=20",
     "rollout.max_prompt_tokens=64", "rollout.max_response_tokens=208",
     "rollout.max_num_sequences=256", "rollout.kv_cache_bytes=67108864", "model.dtype=float32",
-    # A step's comma; see the configuration.
-    "rollout.stop_token_ids=[5]",
+    # See the configuration.
+    "rollout.stop_token_ids=[1,5]",
 )  # fmt: skip
 
 

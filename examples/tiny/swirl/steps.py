@@ -54,8 +54,11 @@ def expected(prompt: str) -> str:
 
 
 def reasonable(response: str, prompt: str) -> bool:
-    """Judge an action by the state alone, without the ground truth: the process filter's judge."""
+    """Judge an action by the state alone, without the ground truth: the process filter's judge.
+
+    A guess (`~`) that is right is reasonable, too: nobody sees that it was one.
+    """
     try:
-        return response.removesuffix("<|endoftext|>") == expected(prompt)
+        return response.removesuffix("<|endoftext|>").replace("~", "=") == expected(prompt)
     except (IndexError, ValueError, KeyError):
         return False  # The steps before are none that anything follows from.
