@@ -38,7 +38,7 @@ class Sizes:
 
     steps: int = 16
     value_steps: int = 4
-    samples: int = 4
+    samples: int = 2
     """Of each problem and probe."""
 
 

@@ -51,7 +51,7 @@ class Sizes:
     steps: int = 16
     value_steps: int = 4
     """Of value pretraining, where there is a critic."""
-    samples: int = 8
+    samples: int = 4
     """Of each held-out problem."""
 
 
