@@ -56,7 +56,8 @@ class RolloutConfig(Section):
     top_k: int = _field(-1, "Must be -1 for training rollouts.")
     stop_token_ids: list[int] = _field(
         [],
-        "Token ids that end a response; empty: from generation_config, config and tokenizer.",
+        "Token ids that end a response, in place of the model's own stop tokens; empty: those of "
+        "generation_config, config and tokenizer.",
     )
     dtype: Literal["bfloat16", "float32"] | None = _field(
         None, "Data type of vLLM's weights; null: model.dtype."
