@@ -21,7 +21,6 @@ from runner import command, tables
 from runner.jobs import BASE_SOURCES, Job, Seed, finished
 from runner.tables import accuracies
 
-from vapo_megatron.data.storage import replace_file
 from vapo_megatron.run.directory import read_rows
 
 ARMS = {
@@ -68,32 +67,18 @@ class Result:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run unfinished jobs and write the table; return 1 if a job failed."""
-    out = "runs/bestof_tiny, with --quick runs/bestof_quick"
-    parser = command.options("bestof", __doc__, out)
-    command.add_seeds(parser, 5)
+    parser = command.sized_options("bestof", __doc__)
     parser.add_argument("--judge", required=True, metavar="URL", help="of its server, with /v1")
-    parser.add_argument(
-        "--quick", action="store_true", help="one seed, few steps, which show that it works"
-    )
     return command.main("bestof", parser, plan, arguments)
 
 
 def plan(args: argparse.Namespace) -> command.Plan:
     """Return what the arguments ask for."""
-    root = (args.out or Path("runs/bestof_quick" if args.quick else "runs/bestof_tiny")).resolve()
-    seeds = args.seeds[:1] if args.quick else sorted(set(args.seeds))
     sizes = QUICK if args.quick else WHOLE
-    jobs = [job for seed in seeds for job in seed_jobs(root, seed, sizes, args.judge)]
-
-    def write() -> str | None:
-        runs = results(jobs)
-        if not runs:
-            return None
-        text = markdown(runs)
-        replace_file(root / "table.md", text)
-        return f"{text}\n{root / 'table.md'}"
-
-    return command.Plan(root, jobs, write)
+    return command.sized_plan(
+        args, "bestof", lambda root, seed: seed_jobs(root, seed, sizes, args.judge),
+        lambda jobs: markdown(results(jobs)),
+    )  # fmt: skip
 
 
 def seed_jobs(root: Path, seed: int, sizes: Sizes, judge: str) -> list[Job]:
@@ -163,6 +148,8 @@ COLUMNS = {
 
 
 def markdown(found: tables.Runs) -> str:
-    """Return the table: mean, standard deviation and each seed."""
+    """Return the table: mean, standard deviation and each seed. Empty: nothing is found."""
+    if not found:
+        return ""
     titles = {name: ARMS[name] for name in ARMS if name in found}
     return tables.of_arms("reference", titles, COLUMNS, found)

@@ -21,8 +21,6 @@ from revision.main import SAMPLES, SAMPLING, SOURCES
 from runner import command, tables
 from runner.jobs import Job, Seed, finished
 
-from vapo_megatron.data.storage import replace_file
-
 TRIGGER = "Wait;"
 TASKS = {
     "middle": "an error in the middle", "last": "an error in the last step",
@@ -48,31 +46,17 @@ QUICK = Sizes(steps=3, value_steps=1, samples=1)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run unfinished jobs and write the tables; return 1 if a job failed."""
-    out = "runs/reflection_tiny, with --quick runs/reflection_quick"
-    parser = command.options("reflection", __doc__, out)
-    command.add_seeds(parser, 5)
-    parser.add_argument(
-        "--quick", action="store_true", help="one seed, few steps, which show that it works"
-    )
+    parser = command.sized_options("reflection", __doc__)
     return command.main("reflection", parser, plan, arguments)
 
 
 def plan(args: argparse.Namespace) -> command.Plan:
     """Return what the arguments ask for."""
-    name = "runs/reflection_quick" if args.quick else "runs/reflection_tiny"
-    root = (args.out or Path(name)).resolve()
-    seeds = args.seeds[:1] if args.quick else sorted(set(args.seeds))
     sizes = QUICK if args.quick else WHOLE
-    jobs = [job for seed in seeds for job in seed_jobs(root, seed, sizes)]
-
-    def write() -> str | None:
-        text = markdown(accuracies(jobs), results(jobs))
-        if not text:
-            return None
-        replace_file(root / "table.md", text)
-        return f"{text}\n{root / 'table.md'}"
-
-    return command.Plan(root, jobs, write)
+    return command.sized_plan(
+        args, "reflection", lambda root, seed: seed_jobs(root, seed, sizes),
+        lambda jobs: markdown(accuracies(jobs), results(jobs)),
+    )  # fmt: skip
 
 
 def seed_jobs(root: Path, seed: int, sizes: Sizes) -> list[Job]:

@@ -21,8 +21,6 @@ from runner import command, tables
 from runner.jobs import Job, Seed, finished
 from runner.samples import Measured, measured, read_samples
 
-from vapo_megatron.data.storage import replace_file
-
 SOURCES = (
     "second_thoughts.py", "make_base_model.py", "make_tokenizer.py", "making.py", "skill.py",
     "task.py",
@@ -63,32 +61,17 @@ class Result(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run unfinished jobs and write the table; return 1 if a job failed."""
-    out = "runs/revision_tiny, with --quick runs/revision_quick"
-    parser = command.options("revision", __doc__, out)
-    command.add_seeds(parser, 5)
-    parser.add_argument(
-        "--quick", action="store_true", help="one seed, few steps, which show that it works"
-    )
+    parser = command.sized_options("revision", __doc__)
     return command.main("revision", parser, plan, arguments)
 
 
 def plan(args: argparse.Namespace) -> command.Plan:
     """Return what the arguments ask for."""
-    name = "runs/revision_quick" if args.quick else "runs/revision_tiny"
-    root = (args.out or Path(name)).resolve()
-    seeds = args.seeds[:1] if args.quick else sorted(set(args.seeds))
     sizes = QUICK if args.quick else WHOLE
-    jobs = [job for seed in seeds for job in seed_jobs(root, seed, sizes)]
-
-    def write() -> str | None:
-        runs = results(jobs)
-        if not runs:
-            return None
-        text = markdown(runs)
-        replace_file(root / "table.md", text)
-        return f"{text}\n{root / 'table.md'}"
-
-    return command.Plan(root, jobs, write)
+    return command.sized_plan(
+        args, "revision", lambda root, seed: seed_jobs(root, seed, sizes),
+        lambda jobs: markdown(results(jobs)),
+    )  # fmt: skip
 
 
 def seed_jobs(root: Path, seed: int, sizes: Sizes) -> list[Job]:
@@ -161,6 +144,8 @@ COLUMNS = {
 
 
 def markdown(found: tables.Runs) -> str:
-    """Return the table: mean, standard deviation and each seed."""
+    """Return the table: mean, standard deviation and each seed. Empty: nothing is found."""
+    if not found:
+        return ""
     titles = {"before": "base model"} | {name: title for name, (title, _) in TRACES.items()}
     return tables.of_arms("model", {n: titles[n] for n in titles if n in found}, COLUMNS, found)

@@ -14,6 +14,7 @@ from pathlib import Path
 from runner.jobs import ROOT, TINY, Job, require_unchanged
 from runner.schedule import locked, run_jobs
 from vapo_megatron.cli.command import Parser, run
+from vapo_megatron.data.storage import replace_file
 from vapo_megatron.run.progress import format_seconds
 
 
@@ -61,6 +62,45 @@ def add_seeds(parser: Parser, count: int = 3) -> None:
         "--seeds", type=at_least(0), nargs="+", default=default, metavar="N",
         help=f"seeds ({' '.join(map(str, default))})",
     )  # fmt: skip
+
+
+def sized_options(name: str, description: str | None) -> Parser:
+    """Return a parser for a miniature of five seeds that has a quick form; see sized_plan."""
+    out = f"runs/{name}_tiny, with --quick runs/{name}_quick"
+    parser = options(name, description, out)
+    add_seeds(parser, 5)
+    parser.add_argument(
+        "--quick", action="store_true", help="one seed, few steps, which show that it works"
+    )
+    return parser
+
+
+def sized_plan(
+    args: argparse.Namespace,
+    name: str,
+    seed_jobs: Callable[[Path, int], list[Job]],
+    table: Callable[[Sequence[Job]], str],
+) -> Plan:
+    """Return the plan of sized_options' arguments, which ends with OUT/table.md.
+
+    Args:
+        args: parsed.
+        name: of the miniature.
+        seed_jobs: returns the jobs of a seed; told the directory and the seed.
+        table: of what is finished; empty: nothing is.
+    """
+    root = (args.out or Path(f"runs/{name}_{'quick' if args.quick else 'tiny'}")).resolve()
+    seeds = args.seeds[:1] if args.quick else sorted(set(args.seeds))
+    jobs = [job for seed in seeds for job in seed_jobs(root, seed)]
+
+    def write() -> str | None:
+        text = table(jobs)
+        if not text:
+            return None
+        replace_file(root / "table.md", text)
+        return f"{text}\n{root / 'table.md'}"
+
+    return Plan(root, jobs, write)
 
 
 def main(

@@ -20,8 +20,6 @@ from typing import Any
 from runner import command, tables
 from runner.jobs import BASE_SOURCES, Job, Seed, finished
 
-from vapo_megatron.data.storage import replace_file
-
 ENVIRONMENT = "swirl/steps.py"
 FILTERS = {"process": "process", "outcome": "outcome", "none": "none"}
 ARMS = {
@@ -61,30 +59,17 @@ QUICK = Sizes(questions=300, steps=3, value_steps=1, samples=1)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run unfinished jobs and write the table; return 1 if a job failed."""
-    parser = command.options("swirl", __doc__, "runs/swirl_tiny, with --quick runs/swirl_quick")
-    command.add_seeds(parser, 5)
-    parser.add_argument(
-        "--quick", action="store_true", help="one seed, few steps, which show that it works"
-    )
+    parser = command.sized_options("swirl", __doc__)
     return command.main("swirl", parser, plan, arguments)
 
 
 def plan(args: argparse.Namespace) -> command.Plan:
     """Return what the arguments ask for."""
-    root = (args.out or Path("runs/swirl_quick" if args.quick else "runs/swirl_tiny")).resolve()
-    seeds = args.seeds[:1] if args.quick else sorted(set(args.seeds))
     sizes = QUICK if args.quick else WHOLE
-    jobs = [job for seed in seeds for job in seed_jobs(root, seed, sizes)]
-
-    def write() -> str | None:
-        runs = results(jobs)
-        if not runs:
-            return None
-        text = markdown(runs)
-        replace_file(root / "table.md", text)
-        return f"{text}\n{root / 'table.md'}"
-
-    return command.Plan(root, jobs, write)
+    return command.sized_plan(
+        args, "swirl", lambda root, seed: seed_jobs(root, seed, sizes),
+        lambda jobs: markdown(results(jobs)),
+    )  # fmt: skip
 
 
 def seed_jobs(root: Path, seed: int, sizes: Sizes) -> list[Job]:
@@ -154,7 +139,9 @@ def results(jobs: Sequence[Job]) -> dict[str, dict[int, dict[str, Any]]]:
 
 
 def markdown(found: tables.Runs) -> str:
-    """Return the table: mean, standard deviation and each seed."""
+    """Return the table: mean, standard deviation and each seed. Empty: nothing is found."""
+    if not found:
+        return ""
     titles = {"before": "base model"} | {name: title for name, (title, *_) in ARMS.items()}
     counts = {
         title: tables.mean(_of(name), ",.0f")
