@@ -66,6 +66,21 @@ def test_a_turn_that_goes_on_is_said_with_the_field_to_set(tmp_path):
     assert input_warnings(Inputs(None)) == []
 
 
+def test_stop_tokens_without_the_tokenizers_own_are_told_of(tmp_path):
+    tokenizer = tokenizer_of(tmp_path, CHATML)
+    assert tokenizer.eos_token_id == 0
+    (line,) = warnings_of(tokenizer, (2,), "1 + 1")
+    assert line == (
+        "the tokenizer's end of a sequence, <|endoftext|> (0), is no stop token (they are 2): "
+        "responses that end with it would go on behind it; if yours do, set "
+        "rollout.stop_token_ids=[0,2]"
+    )
+    # Once, where it is also what ends a turn.
+    tokenizer = tokenizer_of(tmp_path, TEMPLATES["the end of a text"][0])
+    assert len(warnings_of(tokenizer, (2,), "[Q] 1 + 1 [A]")) == 1
+    assert warnings_of(tokenizer, (0,), "1 + 1") == []
+
+
 def test_a_template_without_special_tokens_is_known_by_its_question(tmp_path):
     tokenizer = tokenizer_of(tmp_path, turns("[Q] $ [/Q] ", "$<|im_end|>", "[A]"))
     assert len(warnings_of(tokenizer, (0,), "[Q] 2 + 2 [/Q] [A]")) == 1

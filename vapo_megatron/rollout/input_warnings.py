@@ -34,4 +34,13 @@ def input_warnings(inputs: Inputs) -> list[str]:
             f"(they are {', '.join(map(str, stops))}): responses would go on behind it, up to the "
             f"length limit; set rollout.stop_token_ids=[{fixed}]"
         )
+        stops = (*stops, token_id)  # Is told of once.
+    end = getattr(inputs.tokenizer, "eos_token_id", None)
+    if stops and end is not None and end not in stops:
+        kept = ",".join(map(str, sorted({*stops, end})))
+        lines.append(
+            f"the tokenizer's end of a sequence, {inputs.tokenizer.convert_ids_to_tokens(end)} "
+            f"({end}), is no stop token (they are {', '.join(map(str, stops))}): responses that "
+            f"end with it would go on behind it; if yours do, set rollout.stop_token_ids=[{kept}]"
+        )
     return lines

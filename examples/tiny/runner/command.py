@@ -144,7 +144,9 @@ def _work(args: argparse.Namespace, plan: Callable[[argparse.Namespace], Plan]) 
         finally:
             told = todo.write()
             took = format_seconds(time.monotonic() - started)
-            print(f"{took} in this invocation" + (f"; {told}" if told else ""))
+            # A table has its own lines.
+            gap = "\n\n" if told and "\n" in told else "; "
+            print(f"{took} in this invocation" + (f"{gap}{told}" if told else ""))
     for name, why in failures.items():
         print(f"{name}: {why}", file=sys.stderr)
     return 1 if failures else 0
