@@ -153,6 +153,10 @@ def test_a_wrong_value_is_one_line_with_field_value_rule_and_default():
         ("algorithm.lambda_critic=True", "a number", "1.0"),
         ("reward.correct=nan", "a finite number", "1.0"),
         ("optimizer.actor_learning_rate=inf", "a finite number", "1.0e-06"),
+        ("optimizer.actor_method='sgd'", "'adamw', 'dion' or 'muon'", "adamw"),
+        ("optimizer.matrix_rank_fraction=0", "greater than 0", "0.25"),
+        ("optimizer.matrix_rank_fraction=1.5", "less than or equal to 1", "0.25"),
+        ("optimizer.matrix_momentum=1", "less than 1", "0.95"),
         ("rollout.temperature=0", "greater than 0", "1.0"),
         ("rollout.stop_token_ids=5", "a valid list", "[]"),
         ("rollout.dtype='fp8'", "'bfloat16' or 'float32'", "null"),
@@ -234,6 +238,10 @@ model.fp8=hybrid  model.dtype=float32
     fp8=hybrid | dtype=bfloat16 | fp8=null
 model.fp8=e4m3  model.layer_spec=local
     fp8=e4m3 | layer_spec=local | auto
+model.fp8=hybrid  optimizer.actor_method=dion
+    fp8=hybrid | null | optimizer.actor_method=dion | adamw
+parallel.use_distributed_optimizer=false  optimizer.critic_method=muon
+    use_distributed_optimizer=false | optimizer.critic_method=muon | leave it true | adamw
 model.layer_spec=transformer_engine  model.dtype=float32
     layer_spec=transformer_engine | found float32 | layer_spec=local
 algorithm.dynamic_sampling=true  algorithm.group_size=1

@@ -31,6 +31,7 @@ from vapo_megatron.parallel.reduce import sum_over_data_parallel
 from vapo_megatron.parallel.schedule import forward_backward, forward_only
 from vapo_megatron.weights.gather import full_gradients, gather_hf_tensors
 from vapo_megatron.weights.load_hf import load_hf_weights
+from vapo_megatron.weights.matrices import trained_weights
 
 # (prompt, response) tokens; the empty response is a prompt that no loss reads.
 LENGTHS = ((3, 5), (2, 9), (6, 1), (4, 12), (5, 0), (1, 7), (3, 4))
@@ -164,8 +165,12 @@ class Trained:
             self.shape, config.model, config.parallel, self.ranks, role, seed=config.seed
         )
         load_hf_weights(self.model, self.shape, hf_path, self.ranks, role)
-        self.chunks = build_ddp(self.model, config.parallel, self.model[0].config)
-        self.optimizer = build_optimizer(self.chunks, config.optimizer, role)
+        matrices = config.optimizer.method(role) != "adamw"
+        self.chunks = build_ddp(
+            self.model, config.parallel, self.model[0].config, whole_gradients=matrices
+        )
+        weights = trained_weights(self.model, self.shape, self.ranks, role) if matrices else None
+        self.optimizer = build_optimizer(self.chunks, config.optimizer, role, weights, config.seed)
         batch = make_batch(self.shape.vocab_size)
         self.microbatches = [
             make_microbatch(select(batch, part), multiple_of=layout.tp if layout.sp else 1)

@@ -1,12 +1,37 @@
-"""AdamW, its schedule and its clipping."""
+"""AdamW, Dion and Muon, their schedule and clipping."""
 
 from __future__ import annotations
 
+from typing import Literal
+
 from vapo_megatron.config.section import Section, field
+
+Method = Literal["adamw", "dion", "muon"]
 
 
 class OptimizerConfig(Section):
-    """AdamW; linear learning rate warm-up, then constant."""
+    """AdamW, or Dion or Muon for matrices; linear learning rate warm-up, then constant."""
+
+    actor_method: Method = field(
+        "adamw",
+        "What updates the linear weights of the actor's layers; embeddings, output layer, norms "
+        "and biases are AdamW's in any case.",
+    )
+    critic_method: Method = field(
+        "adamw", "As actor_method, of the critic; its value head is AdamW's."
+    )
+    matrix_rank_fraction: float = field(
+        0.25, "Dion's rank, as a share of a matrix's shorter side.", "rank fraction", gt=0, le=1
+    )
+    matrix_momentum: float = field(0.95, "Of Dion and Muon.", "mu", ge=0, lt=1)
+    matrix_scale: Literal["rms", "spectral"] = field(
+        "rms",
+        "Size of Dion's and Muon's updates: rms, that of AdamW's; spectral, sqrt(out / in), which "
+        "needs other learning rates.",
+    )
+    matrix_rate_factor: float = field(
+        1.0, "Learning rate of Dion and Muon, as a multiple of the role's.", gt=0
+    )
 
     actor_learning_rate: float = field(1e-6, "Peak learning rate of the actor.", gt=0)
     critic_learning_rate: float = field(2e-6, "Peak learning rate of the critic.", gt=0)
@@ -28,3 +53,7 @@ class OptimizerConfig(Section):
         "gradient, value or log-probability was not finite.",
         ge=1,
     )
+
+    def method(self, role: str) -> Method:
+        """Return what updates the matrices of a role, "actor" or "critic"."""
+        return self.actor_method if role == "actor" else self.critic_method

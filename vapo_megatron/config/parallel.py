@@ -45,7 +45,7 @@ class ParallelConfig(Section):
     overlap_param_gather: bool = field(
         False,
         "Overlap the all-gather of updated parameters with the forward pass; needs the distributed "
-        "optimizer.",
+        "optimizer, and does nothing for Dion and Muon.",
     )
     recompute: Literal["none", "selective", "full"] = field(
         "none", "Activation recomputation in the backward pass."

@@ -365,6 +365,24 @@ def _precision_rule(c: VapoConfig) -> str | None:
     return None
 
 
+def _matrices_rule(c: VapoConfig) -> str | None:
+    chosen = {f"{role}_method": c.optimizer.method(role) for role in ("actor", "critic")}
+    found = [f"optimizer.{name}={method}" for name, method in chosen.items() if method != "adamw"]
+    if not found:
+        return None
+    if c.model.fp8 is not None:
+        return (
+            f"model.fp8={c.model.fp8} must be null with {found[0]}, whose updates are of whole "
+            "matrices in float32; set it to null, or the method to adamw"
+        )
+    if not c.parallel.use_distributed_optimizer:
+        return (
+            f"parallel.use_distributed_optimizer=false: with {found[0]} each matrix is updated by "
+            "one of the ranks that hold it, in any case; leave it true, or set the method to adamw"
+        )
+    return None
+
+
 _RULES = (
     given_rule,
     _layout_rule, placement_rule, carry_over_rule, shared_queue_rule, _pipeline_rule, _batch_rule,
@@ -372,5 +390,5 @@ _RULES = (
     _estimator_rule, _stage_rule, _sampling_rule, _reward_rule, _verifier_rule, _reward_model_rule,
     _value_range_rule, _timeouts_rule, _precision_rule, _dynamic_sampling_rule,
     _sources_rule, _policy_loss_rule, _no_advantages_rule, behaviour_rule, _critic_prompt_rule,
-    _recompute_rule, vllm_args_rule, kv_cache_rule, environment_rule,
+    _recompute_rule, _matrices_rule, vllm_args_rule, kv_cache_rule, environment_rule,
 )  # fmt: skip

@@ -24,6 +24,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from vapo_megatron.config import OptimizerConfig, ParallelConfig
+from vapo_megatron.parallel import groups
+from vapo_megatron.parallel.matrix_optimizer import OwnedOptimizer
+from vapo_megatron.parallel.matrix_weights import Weight
 from vapo_megatron.parallel.optimizer_state import parts_of
 
 
@@ -31,6 +34,8 @@ def build_ddp(
     chunks: Sequence[torch.nn.Module],
     parallel: ParallelConfig,
     transformer_config: TransformerConfig,
+    *,
+    whole_gradients: bool = False,
 ) -> list[DistributedDataParallel]:
     """Wrap each chunk so that its gradients are summed, never averaged, over data-parallel ranks.
 
@@ -41,6 +46,7 @@ def build_ddp(
         chunks: this rank's, one for each virtual stage, with their initial weights loaded.
         parallel: use_distributed_optimizer and what overlaps.
         transformer_config: of these chunks; each model (actor, critic) needs one of its own.
+        whole_gradients: every rank needs them, for an optimizer of matrices.
     """
     assert transformer_config.calculate_per_token_loss, (
         "set calculate_per_token_loss before DDP is built, or gradients are divided by dp_size"
@@ -48,8 +54,8 @@ def build_ddp(
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
-        overlap_param_gather=parallel.overlap_param_gather,
-        use_distributed_optimizer=parallel.use_distributed_optimizer,
+        overlap_param_gather=parallel.overlap_param_gather and not whole_gradients,
+        use_distributed_optimizer=parallel.use_distributed_optimizer and not whole_gradients,
     )
     wrapped = [
         DistributedDataParallel(transformer_config, settings, chunk, disable_bucketing=index > 0)
@@ -84,14 +90,23 @@ def _finalize(
 
 
 def build_optimizer(
-    ddp_chunks: Sequence[DistributedDataParallel], optimizer: OptimizerConfig, role: str
-) -> MegatronOptimizer:
-    """Build AdamW over all parameters; biases and norms (1-d parameters) get no weight decay.
+    ddp_chunks: Sequence[DistributedDataParallel],
+    optimizer: OptimizerConfig,
+    role: str,
+    weights: Sequence[Weight] | None = None,
+    seed: int = 0,
+) -> MegatronOptimizer | OwnedOptimizer:
+    """Build AdamW over all parameters, or Dion or Muon with AdamW for what is no matrix.
+
+    Biases and norms (1-d parameters) get no weight decay.
 
     Args:
         ddp_chunks: from build_ddp; they say the parameters' type and what is sharded.
-        optimizer: betas, epsilon, weight decay, gradient clipping.
-        role: "actor" or "critic": whose gradient clip and, until the first update, learning rate.
+        optimizer: methods, betas, epsilon, weight decay, gradient clipping.
+        role: "actor" or "critic": whose method, gradient clip and, until the first update, learning
+            rate.
+        weights: these parameters, which a method for matrices needs to know.
+        seed: of Dion's bases.
     """
     o, ddp, bf16 = optimizer, ddp_chunks[0].ddp_config, ddp_chunks[0].config.bf16
     if role == "actor":
@@ -112,12 +127,18 @@ def build_optimizer(
         use_distributed_optimizer=ddp.use_distributed_optimizer,
         overlap_param_gather=ddp.overlap_param_gather,
     )
-    built = get_megatron_optimizer(settings, list(ddp_chunks))
+    method = optimizer.method(role)
+    built: MegatronOptimizer | OwnedOptimizer
+    if method == "adamw":
+        built = get_megatron_optimizer(settings, list(ddp_chunks))
+    else:
+        assert weights is not None, f"{method} needs to know which parameters are matrices"
+        built = OwnedOptimizer(weights, optimizer, method, groups.current(), settings, seed)
     set_learning_rate(built, rate)
     return built
 
 
-def set_learning_rate(optimizer: MegatronOptimizer, learning_rate: float) -> None:
+def set_learning_rate(optimizer: MegatronOptimizer | OwnedOptimizer, learning_rate: float) -> None:
     """Set the rate of the next update, and each group's weight decay.
 
     megatron-core marks groups without decay by wd_mult=0, for its own scheduler to apply, which is
@@ -128,7 +149,7 @@ def set_learning_rate(optimizer: MegatronOptimizer, learning_rate: float) -> Non
         group["weight_decay"] = optimizer.config.weight_decay * group["wd_mult"]
 
 
-def optimizer_step(optimizer: MegatronOptimizer) -> Tensor:
+def optimizer_step(optimizer: MegatronOptimizer | OwnedOptimizer) -> Tensor:
     """Clip the finished gradients, update the parameters, and drop the gradients.
 
     Returns:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.parallel import megatron_versions
+from vapo_megatron.parallel.matrix_optimizer import OwnedOptimizer
 
 
 def parts_of(optimizer: Any) -> list[Any]:
@@ -64,6 +65,9 @@ def load_optimizer_state(optimizer: Any, state: dict[Any, Any]) -> None:
         state: what megatron-core has loaded for it, from a checkpoint of either kind of Adam;
             changed.
     """
+    if isinstance(optimizer, OwnedOptimizer):
+        optimizer.load_state_dict(state)
+        return
     parts, inner = parts_of(optimizer), inner_optimizers(optimizer)
     _place_step(state, in_groups=not any(isinstance(one, torch.optim.Adam) for one in inner))
     # A single part's state has no number.

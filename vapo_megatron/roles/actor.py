@@ -85,7 +85,7 @@ class Actor(Policy):
         model = load_model(shape, config, ranks, "actor", hf_path)
         self.trained: TrainedModel | None = None
         if "actor" in config.algorithm.trained_roles:
-            self.trained = TrainedModel(model, config, ranks, "actor")
+            self.trained = TrainedModel(model, shape, config, ranks, "actor")
         self.placed = self.trained.placed if self.trained else PlacedModel(model)
 
     def compute_logprobs(self, microbatches: Sequence[Microbatch]) -> tuple[Tensor, Tensor]:

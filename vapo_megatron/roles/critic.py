@@ -36,7 +36,7 @@ class Critic:
         """Build it; hf_path: initial weights, None: a checkpoint is loaded later."""
         self.config, self.ranks = config, ranks
         model = load_model(shape, config, ranks, "critic", hf_path)
-        self.trained = TrainedModel(model, config, ranks, "critic")
+        self.trained = TrainedModel(model, shape, config, ranks, "critic")
         self.placed = self.trained.placed
 
     def compute_values(self, microbatches: Sequence[Microbatch]) -> Tensor:

@@ -10,6 +10,7 @@ from torch.nn import Module
 
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.config.phases import Role
+from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.parallel.gradient_buffers import fill_gradients_with_nan, gradients_are_finite
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.minibatches import MiniBatch
@@ -22,6 +23,7 @@ from vapo_megatron.parallel.optimizer import (
 from vapo_megatron.parallel.reduce import sum_over_context_parallel, sum_over_data_parallel
 from vapo_megatron.parallel.schedule import LossFunction, forward_backward
 from vapo_megatron.roles.placed import PlacedModel
+from vapo_megatron.weights.matrices import trained_weights
 
 
 class UpdatesSkipped(FloatingPointError):
@@ -31,10 +33,15 @@ class UpdatesSkipped(FloatingPointError):
 class TrainedModel:
     """Gradient buffers and an optimizer for the parameters of a model that require a gradient."""
 
-    def __init__(self, model: list[Module], config: VapoConfig, ranks: Ranks, role: Role) -> None:
+    def __init__(
+        self, model: list[Module], shape: ModelShape, config: VapoConfig, ranks: Ranks, role: Role
+    ) -> None:
         """Wrap the chunks of load_model; from here on they are moved by `placed` alone."""
-        chunks = build_ddp(model, config.parallel, model[0].config)
-        self.placed = PlacedModel(model, chunks, build_optimizer(chunks, config.optimizer, role))
+        has_matrices = config.optimizer.method(role) != "adamw"
+        chunks = build_ddp(model, config.parallel, model[0].config, whole_gradients=has_matrices)
+        weights = trained_weights(model, shape, ranks, role) if has_matrices else None
+        optimizer = build_optimizer(chunks, config.optimizer, role, weights, config.seed)
+        self.placed = PlacedModel(model, chunks, optimizer)
         self._ranks, self._role = ranks, role
         self._max_skipped = config.optimizer.max_skipped_updates
         self.num_updates = 0

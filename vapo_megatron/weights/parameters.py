@@ -24,6 +24,8 @@ class LocalParameter:
     row: Row
     hf_names: tuple[str, ...]
     """With the layer's number in the whole model."""
+    layer: int
+    """In the whole model; 0 outside the layers."""
 
 
 def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
@@ -52,5 +54,5 @@ def local_parameters(
             row = by_name.get(key)
             assert row is not None, f"parameter {name} of the {role} is not in the name table"
             hf_names = tuple(n.format(layer) for n in row.hf)
-            found.append(LocalParameter(name, parameter.data, row, hf_names))
+            found.append(LocalParameter(name, parameter.data, row, hf_names, layer))
     return found

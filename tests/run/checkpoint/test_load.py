@@ -15,12 +15,14 @@ import torch
 from tests.weights.tiny_hf import write_tiny_hf
 
 SAVED_AT, UPDATES = 2, 5
-# Type of the parameters; whether the optimizer is distributed.
+# Type of the parameters; whether the optimizer is distributed; what updates matrices.
 SETTINGS = [
-    pytest.param(("float32", True), marks=pytest.mark.slow),
-    ("bfloat16", True),
-    pytest.param(("float32", False), marks=pytest.mark.slow),
-    pytest.param(("bfloat16", False), marks=pytest.mark.slow),
+    pytest.param(("float32", True, "adamw"), marks=pytest.mark.slow),
+    ("bfloat16", True, "adamw"),
+    pytest.param(("float32", False, "adamw"), marks=pytest.mark.slow),
+    pytest.param(("bfloat16", False, "adamw"), marks=pytest.mark.slow),
+    pytest.param(("float32", True, "muon"), marks=pytest.mark.slow),
+    ("bfloat16", True, "dion"),
 ]
 
 
@@ -41,7 +43,7 @@ def train(hf, root, settings, tp, pp, load, saved_at=SAVED_AT, cp=1):
     from vapo_megatron.run.checkpoint.load import load_run
     from vapo_megatron.run.checkpoint.writer import CheckpointWriter
 
-    dtype, distributed_optimizer = settings
+    dtype, distributed_optimizer, method = settings
     config = VapoConfig.model_validate(
         {
             # The vocabulary of 300 is padded to 320 with TP 1, 384 with TP 2, 512 with TP 4.
@@ -53,6 +55,7 @@ def train(hf, root, settings, tp, pp, load, saved_at=SAVED_AT, cp=1):
                 "context_parallel_size": cp,
                 "use_distributed_optimizer": distributed_optimizer,
             },
+            "optimizer": {"critic_method": method},
         }
     )
     place = groups.initialize(config.parallel)
@@ -117,7 +120,7 @@ def test_resumed_losses(workers, tmp_path, settings):
 
 def test_resume_in_other_context_parallel_sizes(workers, tmp_path):
     """Context-parallel ranks share the optimizer's state; fewer or more of them take it up."""
-    hf, root, settings = tmp_path / "hf", tmp_path / "checkpoints", ("float32", True)
+    hf, root, settings = tmp_path / "hf", tmp_path / "checkpoints", ("float32", True, "adamw")
     write_tiny_hf(hf, tied=False, seed=0)
     straight, _ = workers.run(2, train, hf, root, settings, 1, 1, False, SAVED_AT, 2)[0]
     assert abs(straight[SAVED_AT] - straight[-1]) > 0.01
@@ -133,11 +136,50 @@ def test_resume_in_other_context_parallel_sizes(workers, tmp_path):
 
 def test_fewer_key_value_heads_than_ranks(workers, tmp_path):
     """Four ranks share the rows of two key-value heads; one rank takes them all up."""
-    hf, root, settings = tmp_path / "hf", tmp_path / "checkpoints", ("float32", False)
+    hf, root, settings = tmp_path / "hf", tmp_path / "checkpoints", ("float32", False, "adamw")
     write_tiny_hf(hf, kv_heads=2, seed=0)
     straight, _ = workers.run(4, train, hf, root, settings, 4, 1, False)[0]
     resumed, _ = workers.run(1, train, hf, root, settings, 1, 1, True)[0]
     assert resumed == pytest.approx(straight[SAVED_AT:], rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("method", ["dion", "muon"])
+def test_owners_and_slices_of_matrices_may_change(workers, tmp_path, method):
+    """Four ranks share two key-value heads; then owners are other ranks, or slices other rows."""
+    hf, root, settings = tmp_path / "hf", tmp_path / "checkpoints", ("float32", True, method)
+    write_tiny_hf(hf, kv_heads=2, tied=False, seed=0)
+    straight, _ = workers.run(4, train, hf, root, settings, 4, 1, False)[0]
+    assert abs(straight[SAVED_AT] - straight[-1]) > 0.01
+    for world_size, tp, pp in ((4, 4, 1), (1, 1, 1), (2, 2, 1), (2, 1, 2), (2, 1, 1)):
+        resumed, num_updates = workers.run(world_size, train, hf, root, settings, tp, pp, True)[0]
+        assert num_updates == UPDATES
+        if tp == 4:
+            assert resumed == straight[SAVED_AT:], "the same layout resumes bit for bit"
+        assert resumed == pytest.approx(straight[SAVED_AT:], rel=1e-5, abs=1e-5), (tp, pp)
+
+
+def refused(hf, root, wanted):
+    """What is said where a checkpoint of one method is loaded for another."""
+    from vapo_megatron.errors import CheckpointError
+
+    with pytest.raises(CheckpointError) as error:
+        train(hf, root, wanted, 1, 1, True)
+    return str(error.value)
+
+
+def test_another_methods_state_is_refused_by_name(workers, tmp_path):
+    hf = tmp_path / "hf"
+    write_tiny_hf(hf, tied=False, seed=0)
+    methods = "adamw", "dion", "muon"
+    for saved in methods:
+        root = tmp_path / saved
+        workers.run(1, train, hf, root, ("float32", True, saved), 1, 1, False)
+        for wanted in methods:
+            if wanted == saved:
+                continue
+            (said,) = workers.run(1, refused, hf, root, ("float32", True, wanted))
+            assert f"optimizer is that of {saved}" in said
+            assert f"optimizer.critic_method={wanted}; set it to {saved}" in said
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)

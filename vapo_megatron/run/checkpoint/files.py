@@ -309,9 +309,17 @@ def check_optimizer(
     """
     keys = [key for key in ShardedReader(directory).tensors if key.startswith("optimizer.state.")]
     kinds = {key.split(".")[2] for key in keys}
-    dtype, is_distributed = config.model.dtype, config.parallel.use_distributed_optimizer
+    found = "dion" if "basis" in kinds else "muon" if "momentum" in kinds else "adamw"
+    method = config.optimizer.method(role)
+    if found != method:
+        raise CheckpointError(
+            f"{field}: the state of its {role}'s optimizer is that of {found}, and this run has "
+            f"optimizer.{role}_method={method}; set it to {found}, or {remedy}"
+        )
+    dtype = config.model.dtype
+    is_distributed = config.parallel.use_distributed_optimizer and method == "adamw"
     has_main = dtype == "bfloat16" and not is_distributed
-    learns_attention = any(".self_attention.linear_proj." in key for key in keys)
+    learns_attention = any(".self_attention.linear_proj." in k or ".o_proj." in k for k in keys)
     is_frozen = role == "critic" and config.algorithm.freeze_critic_attention
     if (
         ("param" in kinds) != is_distributed
