@@ -19,9 +19,8 @@ from vapo_megatron.algorithm.dion import (
     muon_step,
     muon_update,
     newton_schulz,
-    rank_of,
-    scale_factor,
 )
+from vapo_megatron.algorithm.update_size import rank_of, scale_factor
 
 KNOWN = json.loads((Path(__file__).parent / "matrix_updates.json").read_text())
 

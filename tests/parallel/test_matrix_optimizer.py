@@ -13,10 +13,12 @@ import torch.distributed as dist
 
 from tests.parallel.training import ALL, LEARNING_RATE, Layout, Trained, make_config
 from tests.weights.tiny_hf import write_tiny_hf
-from vapo_megatron.algorithm.dion import dion_step, muon_step, rank_of
+from vapo_megatron.algorithm.dion import dion_step, muon_step
+from vapo_megatron.algorithm.update_size import rank_of
 from vapo_megatron.parallel import groups
-from vapo_megatron.parallel.matrix_weights import Part, initial_basis, share_out
+from vapo_megatron.parallel.matrix_weights import Part, initial_basis
 from vapo_megatron.parallel.optimizer import optimizer_step, set_learning_rate
+from vapo_megatron.parallel.owners import Item, owners, share_out
 
 SHAPE = {"hidden": 32, "heads": 4, "ffn": 48, "vocab": 60, "num_layers": 4}
 FRACTION, MOMENTUM, DECAY, CLIP, FACTOR, SEED = 0.25, 0.9, 0.3, 0.05, 2.0, 5
@@ -198,6 +200,13 @@ def test_owners_share_the_work():
     # Who has something already gets less.
     loads = [6.0, 0.0]
     assert share_out([3.0, 3.0, 1.0], loads) == [1, 1, 0] and loads == [7.0, 6.0]
+
+
+def test_matrices_go_by_work_and_the_rest_by_memory():
+    """Work of (m + n) r: 60 and 24 of the matrices; then the embedding goes to who has less."""
+    items = [Item((), 500), Item(((20, 10),), 200), Item(((8, 4),), 32), Item((), 10), Item((), 10)]
+    assert owners(items, "dion", 0.2, 2) == [1, 0, 1, 0, 0]
+    assert owners(items, "muon", 0.2, 1) == [0] * 5
 
 
 def test_a_basis_is_that_of_the_name_and_the_seed():

@@ -36,6 +36,7 @@ def make_config(
     model=None,
     rollout=None,
     algorithm=None,
+    optimizer=None,
     **parallel,
 ):
     """By default Qwen2.5-32B on 128 GPUs, as examples/configs has it."""
@@ -55,6 +56,7 @@ def make_config(
             },
             "rollout": {"tensor_model_parallel_size": vllm_tp, **(rollout or {})},
             "algorithm": algorithm or {},
+            "optimizer": optimizer or {},
         }
     )
 

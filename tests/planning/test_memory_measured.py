@@ -57,7 +57,7 @@ def _shape(**differences):
 
 
 def _config(layout, recompute, dtype):
-    dp_size = 2 if layout in (DP2, DP2_WHOLE) else 1
+    dp_size = 2 if not {*layout} - {*DP2} else 1
     batch = MICROBATCHES * dp_size
     return VapoConfig.model_validate(
         {
@@ -112,6 +112,48 @@ def test_prediction_is_what_is_allocated(workers, case):
 @pytest.mark.parametrize("case", MANY, ids=str)
 def test_prediction_is_what_is_allocated_in_every_mode(workers, case):
     _check(workers, *case)
+
+
+MATRICES = [
+    (DP2, "float32", "dion"),
+    *(
+        pytest.param((layout, dtype, method), marks=pytest.mark.slow)
+        for layout in (DP2, TP2, PP2)
+        for dtype in ("bfloat16", "float32")
+        for method in ("dion", "muon")
+    ),
+]
+
+
+@pytest.mark.parametrize("case", MATRICES, ids=str)
+def test_owners_of_matrices_have_what_is_predicted(workers, case):
+    """One of the ranks of a stage that hold the same has what is predicted, the others no more."""
+    layout, dtype, method = case
+    config = _with_method(_config({**layout, **DP2}, "none", dtype), method)
+    shape = _shape()
+    everywhere = workers.run(2, measure, shape, config, "actor", 1, timeout_seconds=400)
+    for stage in {found.pp_rank for found in everywhere}:
+        state = state_bytes(shape, config, "actor", pp_rank=stage)
+        of_stage = [found for found in everywhere if found.pp_rank == stage]
+        near = {"rel": STATE_TOLERANCE}
+        assert max(f.optimizer for f in of_stage) == pytest.approx(state.optimizer, **near)
+        for found in of_stage:
+            assert found.parameters == pytest.approx(state.parameters, **near)
+            assert found.gradients == pytest.approx(state.gradients, **near)
+
+
+def _with_method(config, method):
+    methods = {"actor_method": method, "critic_method": method}
+    return config.model_copy(update={"optimizer": config.optimizer.model_copy(update=methods)})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [DP2, TP2, PP2], ids=str)
+@pytest.mark.parametrize("method", ["dion", "muon"])
+def test_checkpoints_with_matrices_have_the_predicted_size(workers, tmp_path, layout, method):
+    config = _with_method(_config({**layout, **DP2}, "none", "bfloat16"), method)
+    sizes = workers.run(2, checkpoint_size, _shape(), config, str(tmp_path), timeout_seconds=400)
+    assert checkpoint_bytes(_shape(), config) == pytest.approx(sizes[0], rel=STATE_TOLERANCE)
 
 
 @pytest.mark.slow

@@ -47,6 +47,30 @@ def test_optimizer_without_sharding_and_in_float32(shape):
     assert model_bytes.state_bytes(shape, wide, "actor", pp_rank=1) == (4 * n, 4 * n, 2 * n)
 
 
+def test_owners_of_matrices_of_32b(shape):
+    """A stage has 16 layers, its four replicas own four each, and one of them also what is small.
+
+    A layer on one of 8 ranks has 60948480 elements in matrices and 11136 others. Bases of rank
+    1280 have rows where the matrix is cut: q 640, o 640, gate, up and down 3456 each; of k and v
+    128 each, of rank 256: 14909440 + 65536 elements.
+    """
+    config = make_config(optimizer={"actor_method": "dion"})
+    state = model_bytes.state_bytes(shape, config, "actor", pp_rank=1)
+    n, in_matrices, small, bases = 16 * LAYER, 60_948_480, 11_136, 14_974_976
+    assert LAYER == in_matrices + small
+    assert state[:2] == (2 * n, 4 * n)
+    mean = (16 * (8 * in_matrices + 4 * bases + 12 * small)) / 4
+    assert mean <= state.optimizer < 1.05 * mean
+    assert mean == pytest.approx(2.19e9, rel=1e-3)
+    # Without bases, and where the float32 parameters are the model's own.
+    muon = make_config(optimizer={"actor_method": "muon"}, model={"dtype": "float32"})
+    alone = model_bytes.state_bytes(shape, muon, "actor", pp_rank=1).optimizer
+    assert alone == pytest.approx(16 * 4 * in_matrices / 4, rel=0.05)
+    # The critic's is AdamW as before.
+    n_bytes = model_bytes.state_bytes(shape, config, "critic", pp_rank=1).optimizer
+    assert n_bytes == 3 * n
+
+
 def test_what_is_frozen_has_its_parameters_alone(shape):
     # A layer's attention on one of 8 ranks: 5120 * 640 + 896 * 5120 + 896 = 7865216 elements.
     n, frozen = 16 * LAYER, 16 * 7_865_216

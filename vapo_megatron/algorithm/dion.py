@@ -12,9 +12,9 @@ values are all alike, where Adam divides each element by its own size:
     Muon   M <- mu M + G
            X <- (1 - rate wd) X - rate f NS(M)   five iterations of Newton-Schulz
 
-f is `scale_factor`. Columns may be spread over ranks, each with some of X, G and M and the same
-rows of Q; the sums over all columns are then the caller's (`Sum`), one call for all matrices of a
-list.
+f is update_size.scale_factor. Columns may be spread over ranks, each with some of X, G and M and
+the same rows of Q; the sums over all columns are then the caller's (`Sum`), one call for all
+matrices of a list.
 
 Sources: Dion, arXiv 2504.05295, algorithm 1. Muon, arXiv 2502.16982, which the scale "rms" is from
 as well. That columns of R without content are left out is this package's: the published code
@@ -24,14 +24,13 @@ divides them by 1e-8, and what is noise then becomes an update of the same size 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-Scale = Literal["rms", "spectral"]
+from vapo_megatron.algorithm.update_size import Scale, scale_factor
+
 Sum = Callable[[list[Tensor]], None]
 """Adds tensors of the same shapes over all ranks with columns of the matrices, in place."""
 
@@ -39,28 +38,6 @@ LEAST_COLUMN = 1e-6
 """Norm of a column of R, as a share of the largest, below which it has no content."""
 NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
 """Coefficients of x, x^3 and x^5 in each iteration: singular values come near 1, not to it."""
-
-
-def rank_of(shape: Sequence[int], fraction: float) -> int:
-    """Return Dion's rank for a matrix: this fraction of the shorter side, rounded up."""
-    # Binary fractions: .1 * 30 is a little more than 3.
-    return math.ceil(round(fraction * min(shape), 6))
-
-
-def scale_factor(shape: Sequence[int], rank: int, scale: Scale) -> float:
-    """Return f, by which the orthonormal update is multiplied.
-
-    "rms": .2 sqrt(out in / rank), with which the elements' root mean square is .2, about that of an
-    AdamW update, so that its learning rates carry over; at full rank it is Moonlight's
-    .2 sqrt(max(out, in)). "spectral": sqrt(out / in), Dion's own.
-
-    Args:
-        shape: (out, in) of the weight as Hugging Face has it.
-        rank: of the update; min(shape) for Muon.
-        scale: see above.
-    """
-    out, into = shape
-    return math.sqrt(out / into) if scale == "spectral" else 0.2 * math.sqrt(out * into / rank)
 
 
 @dataclasses.dataclass(frozen=True)

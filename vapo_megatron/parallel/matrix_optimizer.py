@@ -31,6 +31,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.optim.adamw import adamw
 
 from vapo_megatron.algorithm import dion
+from vapo_megatron.algorithm.update_size import rank_of, scale_factor
 from vapo_megatron.config import OptimizerConfig
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.matrix_weights import (
@@ -38,8 +39,8 @@ from vapo_megatron.parallel.matrix_weights import (
     initial_basis,
     put_rows,
     rows_of,
-    share_out,
 )
+from vapo_megatron.parallel.owners import Item, owners
 
 UPDATES: Mapping[str, Callable[..., None]] = {"dion": dion.dion_update, "muon": dion.muon_update}
 GATHERED = 2**26
@@ -89,7 +90,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def rank_of(self, shape: Sequence[int]) -> int:
         """Return Dion's rank for a matrix."""
-        return dion.rank_of(shape, self._settings.matrix_rank_fraction)
+        return rank_of(shape, self._settings.matrix_rank_fraction)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -113,8 +114,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
         adamw(
             mains, [main.grad for main in mains], first, second,
             max_exp_avg_sqs=[], state_steps=[torch.tensor(self.num_steps - 1.0) for _ in mains],
-            foreach=True, amsgrad=False, maximize=False, beta1=s.adam_beta1, beta2=s.adam_beta2,
-            lr=group["lr"], weight_decay=group["weight_decay"], eps=s.adam_eps,
+            # The fused one needs no temporaries.
+            fused=mains[0].is_cuda, foreach=not mains[0].is_cuda, amsgrad=False, maximize=False,
+            beta1=s.adam_beta1, beta2=s.adam_beta2, eps=s.adam_eps, lr=group["lr"],
+            weight_decay=group["weight_decay"],
         )  # fmt: skip
 
     def _step_layer(self, members: list[tuple[Tensor, Weight]], group: dict[str, Any]) -> None:
@@ -128,7 +131,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 rows = [rows_of(tensor, part.runs) for tensor in tensors]
                 basis = state.get(f"{BASIS}_{index}")
                 rank = min(part.shape) if basis is None else basis.shape[1]
-                factor = dion.scale_factor(part.shape, rank, self._settings.matrix_scale)
+                factor = scale_factor(part.shape, rank, self._settings.matrix_scale)
                 x, g, m = (each.T if weight.dim == 0 else each for each in rows)
                 matrices.append(dion.Matrix(x, g, m, basis, factor))
                 touched += [(main, part.runs, rows[0]), (state[MOMENTUM], part.runs, rows[2])]
@@ -172,7 +175,8 @@ class OwnedOptimizer:
         """
         self.config, self.method, self._ranks = config, method, ranks
         self._weights = weights
-        self._owners = owners(weights, method, settings.matrix_rank_fraction, ranks.replica_size)
+        items = [Item(tuple(p.shape for p in w.parts), w.parameter.numel()) for w in weights]
+        self._owners = owners(items, method, settings.matrix_rank_fraction, ranks.replica_size)
         self._owned = [
             weight for weight, owner in zip(weights, self._owners) if owner == ranks.replica_rank
         ]
@@ -360,29 +364,3 @@ def _pieces(tensors: Sequence[Tensor], start: int, length: int) -> Iterator[tupl
         if first < last:
             yield tensor[first:last], at + first
         at += len(tensor)
-
-
-def owners(weights: Sequence[Weight], method: str, fraction: float, num_replicas: int) -> list[int]:
-    """Return the owner of each parameter: matrices by the work of an update, the rest by state.
-
-    Args:
-        weights: of this rank.
-        method: of matrices.
-        fraction: Dion's rank.
-        num_replicas: ranks with the same parameters.
-    """
-    costs = []
-    for weight in weights:
-        shapes = [part.shape for part in weight.parts]
-        ranks = [dion.rank_of(s, fraction) if method == "dion" else min(s) for s in shapes]
-        costs.append(sum((m + n) * r for (m, n), r in zip(shapes, ranks)))
-    found = share_out(costs, [0.0] * num_replicas)
-    # What is no matrix costs no time, but memory.
-    elements = [float(weight.parameter.numel()) for weight in weights]
-    loads = [0.0] * num_replicas
-    for weight, owner, size in zip(weights, found, elements, strict=True):
-        loads[owner] += size if weight.parts else 0.0
-    others = [i for i, weight in enumerate(weights) if not weight.parts]
-    for index, owner in zip(others, share_out([elements[i] for i in others], loads)):
-        found[index] = owner
-    return found

@@ -1,4 +1,4 @@
-"""What the optimizer of matrices knows of this rank's parameters, and how it shares them out."""
+"""What the optimizer of matrices knows of this rank's parameters."""
 
 from __future__ import annotations
 
@@ -78,21 +78,3 @@ def initial_basis(part: Part, rank: int, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "big"))
         blocks.append(torch.randn(BASIS_ROWS, rank, generator=generator))
     return torch.cat(blocks)[start - first * BASIS_ROWS :][: stop - start].clone()
-
-
-def share_out(costs: Sequence[float], loads: list[float]) -> list[int]:
-    """Give each item to the owner with the least load so far, the costliest first.
-
-    Args:
-        costs: of the items.
-        loads: of the owners before; changed.
-
-    Returns:
-        The owner of each item; ties go to the first.
-    """
-    owners = [0] * len(costs)
-    for item in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        owner = loads.index(min(loads))
-        owners[item] = owner
-        loads[owner] += costs[item]
-    return owners

@@ -12,6 +12,8 @@ job. One set serves all jobs and GPUs; what that costs is plan.PUBLISHED_OVER_PR
                  ConnectX-8 of 800 Gb/s) 2250, 8, 1800, and PCIe 5, which its Xeon 6776P have
     network      one 400 Gb/s adapter per GPU (NVIDIA DGX H100), 50 GB/s per direction; 200 Gb/s in
                  a DGX A100
+    float32      outside tensor cores, dense TFLOP/s: A100 19.5, H100 and H200 67, H20 44, B200 75
+                 (HGX B200: 600 for 8), GB200 80 (NVL72: 5,760), B300 as B200
     matmul       .80: 792.1 of 989 TFLOP/s, the best shape on H100 (S. Bekman, Machine Learning
                  Engineering, "Maximum Achievable Matmul FLOPS")
     attention    .55: between FlashAttention-2's 35 % and FlashAttention-3's best 75 % on H100
@@ -40,11 +42,18 @@ GB = 1e9
 
 
 def _gpu(
-    name: str, memory_gb: int, memory: float, nvlink: float, network: float, pcie: float
+    name: str,
+    memory_gb: int,
+    memory: float,
+    nvlink: float,
+    network: float,
+    pcie: float,
+    float32: float,
 ) -> dict[str, Any]:
     return {
         "gpu_bytes": memory_gb * 10**9,
         "peak_tflops": BF16_PEAK_FLOPS[name] / 1e12,
+        "float32_tflops": float32,
         "memory_gb_per_second": memory,
         "nvlink_gb_per_second": nvlink,
         "network_gb_per_second": network,
@@ -53,13 +62,13 @@ def _gpu(
 
 
 GPUS = {
-    "A100": _gpu("A100", 80, 2039, 600, 25, 32),
-    "H100": _gpu("H100", 80, 3350, 900, 50, 64),
-    "H200": _gpu("H200", 141, 4800, 900, 50, 64),
-    "H20": _gpu("H20", 96, 4000, 900, 50, 64),
-    "GB200": _gpu("GB200", 186, 8000, 1800, 50, 225),
-    "B200": _gpu("B200", 180, 8000, 1800, 50, 64),
-    "B300": _gpu("B300", 288, 8000, 1800, 100, 64),
+    "A100": _gpu("A100", 80, 2039, 600, 25, 32, 19.5),
+    "H100": _gpu("H100", 80, 3350, 900, 50, 64, 67),
+    "H200": _gpu("H200", 141, 4800, 900, 50, 64, 67),
+    "H20": _gpu("H20", 96, 4000, 900, 50, 64, 44),
+    "GB200": _gpu("GB200", 186, 8000, 1800, 50, 225, 80),
+    "B200": _gpu("B200", 180, 8000, 1800, 50, 64, 75),
+    "B300": _gpu("B300", 288, 8000, 1800, 100, 64, 75),
 }
 """Fields of Cluster that a GPU's data sheet states."""
 
@@ -73,6 +82,8 @@ class Cluster:
     gpu_bytes: int = 80 * 10**9
     peak_tflops: float = 989.0
     """Dense bfloat16, without sparsity."""
+    float32_tflops: float = 67.0
+    """Outside tensor cores."""
     matmul_share: float = 0.80
     attention_share: float = 0.55
     memory_gb_per_second: float = 3350.0
@@ -97,7 +108,9 @@ class Cluster:
 
     def rate(
         self,
-        of: Literal["matmul", "attention", "memory", "decode", "nvlink", "network", "pcie"],
+        of: Literal[
+            "matmul", "float32", "attention", "memory", "decode", "nvlink", "network", "pcie"
+        ],
     ) -> float:
         """Return what is reached: FLOP/s of products and attention, else bytes/s per direction.
 
@@ -106,6 +119,7 @@ class Cluster:
         """
         peaks = {
             "matmul": self.peak_tflops * 1e12,
+            "float32": self.float32_tflops * 1e12,
             "attention": self.peak_tflops * 1e12,
             "memory": self.memory_gb_per_second * GB,
             "decode": self.memory_gb_per_second * GB,
@@ -113,7 +127,7 @@ class Cluster:
             "network": self.network_gb_per_second * GB,
             "pcie": self.pcie_gb_per_second * GB,
         }
-        share: float = getattr(self, f"{of}_share")
+        share: float = getattr(self, f"{'matmul' if of == 'float32' else of}_share")
         return peaks[of] * share
 
     def at_peak(self) -> Cluster:

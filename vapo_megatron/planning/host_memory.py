@@ -13,6 +13,7 @@ from typing import NamedTuple
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.data.columns import PER_TOKEN
 from vapo_megatron.models.hf_config import ModelShape
+from vapo_megatron.planning.matrices import kind_of
 from vapo_megatron.planning.memory import offloads
 from vapo_megatron.planning.model_bytes import (
     DTYPE_BYTES,
@@ -97,13 +98,19 @@ def host_bytes(
             num_parameters(shape, config, role, pp_rank=pp_rank, trained=only)
             for only in (False, True)
         )
+        if is_first_replica:
+            copied += every * DTYPE_BYTES[config.model.dtype]
+        if kind_of(config, role) is not None:
+            # Every replica copies what it owns.
+            copied += state_bytes(shape, config, role, pp_rank=pp_rank).optimizer
+            continue
         optimizer = trained * optimizer_checkpoint_bytes(config)
-        copied += every * DTYPE_BYTES[config.model.dtype] + optimizer
+        copied += optimizer if is_first_replica else 0
         gathered.append(optimizer if config.parallel.use_distributed_optimizer else 0)
-    if not (config.checkpoint.asynchronous and is_first_replica):
+    if not config.checkpoint.asynchronous:
         copied = 0
     step = step_host_bytes(config, keeps_rollouts=keeps_rollouts)
-    return HostBytes(offloaded, max(copied, *gathered), step)
+    return HostBytes(offloaded, max([copied, *gathered]), step)
 
 
 def step_host_bytes(config: VapoConfig, *, keeps_rollouts: bool) -> int:

@@ -40,18 +40,19 @@ from vapo_megatron.config.phases import (
 )
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.planning.activations import Passes, microbatch_tokens
+from vapo_megatron.planning.matrices import kind_of, layer_bytes
 from vapo_megatron.planning.model_bytes import (
     DTYPE_BYTES,
     KV_CACHE_BYTES,
     Layout,
     StateBytes,
+    chunk_rows,
     dummy_gradient_bytes,
     engine_weight_bytes,
     fp8_weight_bytes,
-    num_parameters,
     optimizer_bytes,
-    optimizer_checkpoint_bytes,
     role_shape,
+    saved_state_bytes,
     state_bytes,
     widths,
 )
@@ -203,11 +204,18 @@ def _update(passes: Passes, state: StateBytes) -> PhaseMemory:
     """The larger of a forward-backward pass and the optimizer step.
 
     With Transformer Engine megatron-core uses its fused Adam, which needs no temporaries. torch's
-    AdamW, used otherwise, holds the square roots of all second moments, 4 bytes each.
+    AdamW, used otherwise, holds the square roots of all second moments, 4 bytes each. Dion and Muon
+    hold as much as two copies of a layer's matrices, if one rank owns all of them.
     """
     model = passes.config.model
     activations, logits = passes.training()
-    if model.layer_spec == "local":
+    if kind_of(passes.config, passes.role) is not None:
+        chunks = chunk_rows(
+            passes.shape, passes.config, passes.role, pp_rank=passes.pp_rank, trained=True
+        )
+        copies = 2 * layer_bytes([one for chunk in chunks for one in chunk], passes.shape)
+        activations = max(activations, copies - logits)
+    elif model.layer_spec == "local":
         roots = 4 * state.optimizer // optimizer_bytes(passes.config)
         activations = max(activations, roots - logits)
     return PhaseMemory(*state, activations=activations, logits=logits)
@@ -314,15 +322,8 @@ def checkpoint_bytes(shape: ModelShape, config: VapoConfig) -> int:
             for row in rows(shape, role)
             if not row.is_copy
         )
-        every, trained = (
-            sum(
-                num_parameters(shape, config, role, pp_rank=pp_rank, trained=only)
-                for pp_rank in range(layout.pp_size)
-            )
-            for only in (False, True)
-        )
         num_bytes += elements * DTYPE_BYTES[config.model.dtype]
-        num_bytes += elements * trained // every * optimizer_checkpoint_bytes(config)
+        num_bytes += saved_state_bytes(shape, config, role)
     return num_bytes
 
 

@@ -16,6 +16,8 @@ bytes per parameter, of which 12 are sharded: 2 more than in arXiv 1910.02054 (Z
 because gradients are float32 here. Adam's step counters are left out. Frozen parameters (all of the
 reference and the reward model; the actor's where value pretraining is the only stage; the critic's
 attention with algorithm.freeze_critic_attention) take b bytes each, unpadded, and nothing else.
+With Dion or Muon parameters and gradients are those without the distributed optimizer, and
+matrices.py says what the optimizer has.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from vapo_megatron.config.phases import Role
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.hf_config import ModelShape, check_layout, padded_vocab_size
 from vapo_megatron.models.known import shape_of
+from vapo_megatron.planning import matrices
 from vapo_megatron.weights.holders import TrainerLayout, layout_of, shard_elements
 from vapo_megatron.weights.reshard.vllm_layout import engine_elements
 from vapo_megatron.weights.table import Row, rows
@@ -158,26 +161,34 @@ def chunk_parameters(
     Returns:
         One list per chunk, in the order of its module's parameters.
     """
+    found = chunk_rows(shape, config, role, pp_rank=pp_rank, trained=trained)
+    return [[size for _, size in chunk] for chunk in found]
+
+
+def chunk_rows(
+    shape: ModelShape, config: VapoConfig, role: Role, *, pp_rank: int, trained: bool = False
+) -> list[list[tuple[Row, int]]]:
+    """Return the rows of the name table with the sizes of chunk_parameters; see there."""
     place = layout_of(shape, config.parallel, config.model.make_vocab_size_divisible_by)
     if trained and role not in config.algorithm.trained_roles:
         return [[] for _ in place.layers[pp_rank]]
     is_frozen = trained and role == "critic" and config.algorithm.freeze_critic_attention
-    return [list(sizes) for sizes in _chunks(shape, role, place, pp_rank, not is_frozen)]
+    return [list(chunk) for chunk in _chunks(shape, role, place, pp_rank, not is_frozen)]
 
 
 @functools.lru_cache(maxsize=4096)
 def _chunks(
     shape: ModelShape, role: Role, place: TrainerLayout, pp_rank: int, with_attention: bool
-) -> list[list[int]]:
+) -> list[list[tuple[Row, int]]]:
     table = sorted(rows(shape, role), key=_module_order)
     sizes = [
         (row, shard_elements(row, shape, place.tp_size, place.vocab_rows))
         for row in table
         if with_attention or not row.is_attention
     ]
-    in_layers = [(row.layers(shape), size) for row, size in sizes if row.is_in_layer]
+    in_layers = [(row.layers(shape), row, size) for row, size in sizes if row.is_in_layer]
     chunks = [
-        [size for layer in range(*layers) for having, size in in_layers if layer in having]
+        [(row, size) for layer in range(*layers) for of, row, size in in_layers if layer in of]
         for layers in place.layers[pp_rank]
     ]
     for row, size in sizes:
@@ -186,7 +197,7 @@ def _chunks(
             continue
         stage, chunk = place.home(row)
         if stage == pp_rank:
-            chunks[chunk].insert(0 if row is table[0] else len(chunks[chunk]), size)
+            chunks[chunk].insert(0 if row is table[0] else len(chunks[chunk]), (row, size))
     return chunks
 
 
@@ -207,6 +218,8 @@ def state_bytes(shape: ModelShape, config: VapoConfig, role: Role, *, pp_rank: i
     """Bytes of one role's parameters, gradient buffers and optimizer state on one GPU."""
     parallel = config.parallel
     size = DTYPE_BYTES[config.model.dtype]
+    if (kind := matrices.kind_of(config, role)) is not None:
+        return _with_matrices(shape, config, role, kind, pp_rank)
     parameters = gradients = optimizer = 0
     every, trained = (
         chunk_parameters(shape, config, role, pp_rank=pp_rank, trained=only)
@@ -225,9 +238,45 @@ def state_bytes(shape: ModelShape, config: VapoConfig, role: Role, *, pp_rank: i
     return StateBytes(parameters, gradients, optimizer)
 
 
+def _with_matrices(
+    shape: ModelShape, config: VapoConfig, role: Role, kind: matrices.Kind, pp_rank: int
+) -> StateBytes:
+    """Return the same for Dion or Muon, on the rank that owns most; gradients are whole."""
+    every = num_parameters(shape, config, role, pp_rank=pp_rank, trained=False)
+    chunks = chunk_rows(shape, config, role, pp_rank=pp_rank, trained=True)
+    trained = [one for chunk in chunks for one in chunk]
+    place = layout_of(shape, config.parallel, config.model.make_vocab_size_divisible_by)
+    return StateBytes(
+        parameters=every * DTYPE_BYTES[config.model.dtype],
+        gradients=4 * sum(size for _, size in trained),
+        optimizer=matrices.most_state_bytes(trained, shape, kind, place),
+    )
+
+
 def optimizer_bytes(config: VapoConfig) -> int:
     """Per parameter on the GPU: AdamW's two moments, and the float32 copy of a bfloat16 one."""
     return ADAM_BYTES + (4 if DTYPE_BYTES[config.model.dtype] < 4 else 0)
+
+
+def saved_state_bytes(shape: ModelShape, config: VapoConfig, role: Role) -> int:
+    """Bytes of one role's optimizer state in a checkpoint, each parameter once.
+
+    The padding of the vocabulary counts, and what is frozen does not.
+    """
+    layout, kind = Layout(shape, config), matrices.kind_of(config, role)
+    vocab_rows = layout.vocabulary_rows * layout.tp_size
+    is_frozen = role == "critic" and config.algorithm.freeze_critic_attention
+    total = 0
+    for row in rows(shape, role):
+        if row.is_copy or is_frozen and row.is_attention:
+            continue
+        elements = shard_elements(row, shape, 1, vocab_rows)
+        if kind is None:
+            size = elements * optimizer_checkpoint_bytes(config)
+        else:
+            size = matrices.state_bytes_of(row, elements, shape, kind, 1)
+        total += size * row.count(shape)
+    return total
 
 
 def optimizer_checkpoint_bytes(config: VapoConfig) -> int:

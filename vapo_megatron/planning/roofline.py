@@ -30,6 +30,7 @@ slower of the two.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,8 +40,15 @@ from vapo_megatron.config.phases import VALUE_ROLES, Role
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.planning import flops
 from vapo_megatron.planning.cluster import Cluster
-from vapo_megatron.planning.model_bytes import Layout, engine_weight_bytes, num_parameters
+from vapo_megatron.planning.matrices import kind_of, update_seconds
+from vapo_megatron.planning.model_bytes import (
+    Layout,
+    chunk_rows,
+    engine_weight_bytes,
+    num_parameters,
+)
 from vapo_megatron.planning.workload import Loads, Workload, loads
+from vapo_megatron.weights.holders import layout_of
 
 BACKWARD_MATMUL, BACKWARD_ATTENTION, BACKWARD_MEMORY = 2.0, 2.5, 2.0
 BACKWARD_HOST = 1.2
@@ -165,6 +173,22 @@ class _Trainer(Layout):
         token = self.residual_width * self.element_bytes / bandwidth / self.cp_size
         return Rates(token=times * token, microbatch=times * self.cluster.collective_seconds)
 
+    def matrix_seconds(self, role: Role) -> float:
+        """Updates of Dion or Muon on the rank and the stage that have most; else 0."""
+        kind = kind_of(self.config, role)
+        if kind is None:
+            return 0.0
+        divisor = self.config.model.make_vocab_size_divisible_by
+        place = layout_of(self.shape, self.config.parallel, divisor)
+        return max(
+            update_seconds(
+                list(itertools.chain(
+                    *chunk_rows(self.shape, self.config, role, pp_rank=stage, trained=True)
+                )), self.shape, kind, place, self.cluster,
+            )
+            for stage in self.outer_stages
+        )  # fmt: skip
+
     def trained_parameters(self, role: Role) -> int:
         """Trained parameters of a rank on the stage that has most."""
         return max(
@@ -224,7 +248,8 @@ def update(
     count = float(work.microbatches[:, 0].sum())
     one_pass = float(_layers_seconds(stage, host, work).mean(1).sum()) / count
     # Gradients are reduced during the last microbatch only, parameters gathered in the first.
-    collectives = _gradient_seconds(trainer, held, overlapped_seconds=one_pass / 2)
+    collectives = _gradient_seconds(trainer, held, role, overlapped_seconds=one_pass / 2)
+    collectives += trainer.matrix_seconds(role)
     owned = held / (trainer.replica_size if parallel.use_distributed_optimizer else 1)
     memory = (OWNED_BYTES * owned + HELD_BYTES * held) / cluster.rate("memory")
 
@@ -240,12 +265,15 @@ def update(
     )
 
 
-def _gradient_seconds(trainer: _Trainer, held: int, *, overlapped_seconds: float) -> float:
+def _gradient_seconds(
+    trainer: _Trainer, held: int, role: Role, *, overlapped_seconds: float
+) -> float:
     """Time of one update's data-parallel collectives that is not overlapped with compute.
 
     Args:
         trainer: the layout.
         held: parameters on one rank.
+        role: whose; Dion and Muon need whole gradients, and gather parameters at once.
         overlapped_seconds: compute that overlap_grad_reduce and overlap_param_gather can hide
             behind, each: half of one microbatch's forward and backward pass, as gradients are
             reduced during the last microbatch and parameters gathered during the first.
@@ -253,13 +281,15 @@ def _gradient_seconds(trainer: _Trainer, held: int, *, overlapped_seconds: float
     parallel, cluster = trainer.config.parallel, trainer.cluster
     size, stride = trainer.replica_size, trainer.tp_size
     reduced = cluster.all_gather_seconds(4 * held, size, stride)
-    if not parallel.use_distributed_optimizer:
-        gathered, reduced = 0.0, 2 * reduced
-    else:
+    has_matrices = kind_of(trainer.config, role) is not None
+    if has_matrices or not parallel.use_distributed_optimizer:
+        reduced *= 2
+    gathered = 0.0
+    if parallel.use_distributed_optimizer:
         gathered = cluster.all_gather_seconds(trainer.element_bytes * held, size, stride)
     if parallel.overlap_grad_reduce:
         reduced = max(0.0, reduced - overlapped_seconds)
-    if parallel.overlap_param_gather:
+    if parallel.overlap_param_gather and not has_matrices:
         gathered = max(0.0, gathered - overlapped_seconds)
     return reduced + gathered
 
