@@ -4,7 +4,7 @@ each layout, restarted under the same one, bit by bit.
 Whole trainers in real gloo processes, with both roles, both optimizers, warm-ups and a data set;
 only what samples is replaced, by responses that depend on the prompt alone. Compared are the rows
 of the step that sees the loaded parameters and of the step that sees one further update of them,
-and after it every parameter and every moment of Adam, read by torch itself from what each layout
+and after it every parameter and the optimizer's state, read by torch itself from what each layout
 saves. Not exercised: bfloat16 (tests/run/checkpoint/test_load.py), vLLM and a GPU.
 """
 
@@ -34,7 +34,13 @@ LAYOUTS = {
     "TP2 DP2": (4, 2, 1), "TP2 PP2": (4, 2, 2), "PP2 DP2": (4, 1, 2),
 }  # fmt: skip
 """Name: (processes, TP, PP). TP1 in one process is TP1 x DP1, and in two processes DP2."""
+VOCABULARIES = ("embedding", "output_layer", "embed_tokens", "lm_head")
 FEW = ("TP1", "DP2")
+OPTIMIZERS = {
+    "distributed": (True, "adamw"), "whole": (False, "adamw"), "dion": (True, "dion"),
+    "muon": (True, "muon"),
+}  # fmt: skip
+"""Name: is it megatron-core's distributed optimizer, and what updates matrices?"""
 
 
 class Drawn(Given):
@@ -75,11 +81,12 @@ def reward_model(hf, directory):
     return directory
 
 
-def fit(hf, run_dir, layout, sections, resumes=False):
-    """Make the run's steps that are missing; a worker's function."""
+def fit(hf, run_dir, layout, optimizer, resumes=False):
+    """Make the run's steps that are missing; a worker's function. optimizer: of OPTIMIZERS."""
     from vapo_megatron.roles import placed as trained_model
 
     world_size, tp_size, pp_size = layout
+    distributed, method = OPTIMIZERS[optimizer]
     tree = {
         "model": {
             "make_vocab_size_divisible_by": 64, "critic_hf_path": str(hf.parent / "reward_model"),
@@ -94,11 +101,11 @@ def fit(hf, run_dir, layout, sections, resumes=False):
             "actor_learning_rate": 1e-2, "actor_warmup_updates": 20,
             "critic_learning_rate": 1e-2, "critic_warmup_updates": 20,
             # With less, an entry whose gradient is rounding alone (a key's bias) moves like others.
-            "adam_eps": 1e-4,
+            "adam_eps": 1e-4, "actor_method": method, "critic_method": method,
         },
         "parallel": {
             "world_size": world_size, "tensor_model_parallel_size": tp_size,
-            "pipeline_model_parallel_size": pp_size, **sections,
+            "pipeline_model_parallel_size": pp_size, "use_distributed_optimizer": distributed,
         },
     }  # fmt: skip
     read = trained_model.load_hf_weights
@@ -130,31 +137,33 @@ def saved(run_dir, step):
         )
         for name, value in of_role.items():
             if torch.is_tensor(value):
-                rows = MODEL["vocab"] if "embedding" in name or "output_layer" in name else None
+                is_vocabulary = any(part in name for part in VOCABULARIES)
+                rows = MODEL["vocab"] if is_vocabulary else None
                 tensors[f"{role} {name}"] = value[:rows]
     return tensors
 
 
 @pytest.fixture(
     scope="module",
-    params=[True, pytest.param(False, marks=pytest.mark.slow)],
-    ids=["distributed_optimizer", "whole_optimizer"],
-)
+    params=[
+        "distributed", "dion",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("whole", "muon")),
+    ],
+)  # fmt: skip
 def straight(request, workers, tmp_path_factory):
-    """(model, run directory of TP2 without a stop, its sections)."""
+    """(model, run directory of TP2 without a stop, its optimizer)."""
     root = tmp_path_factory.mktemp("layouts")
     hf = write_tiny_hf(root / "hf", **MODEL)
-    sections = {"use_distributed_optimizer": request.param}
     reward_model(hf, root / "reward_model")
-    workers.run(2, fit, hf, root / "run", (2, 2, 1), sections)
-    return hf, root / "run", sections
+    workers.run(2, fit, hf, root / "run", (2, 2, 1), request.param)
+    return hf, root / "run", request.param
 
 
-def gone_on(workers, hf, run_dir, other, layout, sections):
+def gone_on(workers, hf, run_dir, other, layout, optimizer):
     """Copy a run, and make the steps after the checkpoint once more."""
     shutil.copytree(run_dir, other)
     (other / "checkpoints/latest").write_text(f"step_{SAVED_AT:06d}")
-    workers.run(layout[0], fit, hf, other, layout, sections, True)
+    workers.run(layout[0], fit, hf, other, layout, optimizer, True)
     return other
 
 
@@ -162,8 +171,8 @@ def gone_on(workers, hf, run_dir, other, layout, sections):
     "layout", [pytest.param(n, marks=[] if n in FEW else pytest.mark.slow) for n in LAYOUTS]
 )
 def test_another_layout_goes_on_alike(layout, straight, workers, tmp_path):
-    hf, run_dir, sections = straight
-    other = gone_on(workers, hf, run_dir, tmp_path / "run", LAYOUTS[layout], sections)
+    hf, run_dir, optimizer = straight
+    other = gone_on(workers, hf, run_dir, tmp_path / "run", LAYOUTS[layout], optimizer)
     expected, found = rows(run_dir), rows(other)
     assert len(found) == STEPS + 1
     for step in (SAVED_AT + 1, SAVED_AT + 2):
@@ -177,20 +186,20 @@ def test_another_layout_goes_on_alike(layout, straight, workers, tmp_path):
         distance, moved = (
             float((tensor - t[name]).norm() / tensor.norm()) for t in (again, before)
         )
-        assert distance < TOLERANCE, (name, distance)
+        # Weak columns of a basis are brought to the norm of the others, and their rounding too.
+        assert distance < TOLERANCE * (10 if ".basis." in name else 1), (name, distance)
         assert moved > 100 * TOLERANCE or name == "critic output_layer.bias", (name, moved)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("distributed", [True, False], ids=["distributed_optimizer", "whole"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_same_layout_goes_on_bit_by_bit(layout, distributed, workers, tmp_path):
+def test_the_same_layout_goes_on_bit_by_bit(layout, optimizer, workers, tmp_path):
     hf = write_tiny_hf(tmp_path / "hf", **MODEL)
-    sections = {"use_distributed_optimizer": distributed}
     reward_model(hf, tmp_path / "reward_model")
     run_dir = tmp_path / "run"
-    workers.run(LAYOUTS[layout][0], fit, hf, run_dir, LAYOUTS[layout], sections)
-    other = gone_on(workers, hf, run_dir, tmp_path / "other", LAYOUTS[layout], sections)
+    workers.run(LAYOUTS[layout][0], fit, hf, run_dir, LAYOUTS[layout], optimizer)
+    other = gone_on(workers, hf, run_dir, tmp_path / "other", LAYOUTS[layout], optimizer)
     assert rows(other) == rows(run_dir)
     after, again = saved(run_dir, STEPS), saved(other, STEPS)
     assert after.keys() == again.keys()
