@@ -87,7 +87,7 @@ def collect(workers, tmp_path_factory):
         out = root / f"out_{next(count)}"
         paths = ("--config", file, "--replay", root / "run", "--out", out)
         world = f"parallel.world_size={world_size}"
-        arguments = (*paths, world, *overrides)
+        arguments = (*paths, *overrides, world)
         assert workers.run(world_size, _collect, *arguments) == [0] * world_size
         return out
 
@@ -118,6 +118,25 @@ def test_two_layouts_have_the_same_gradients(collect, one, capsys):
 def test_data_parallel_ranks_with_their_own_microbatches(collect, one):
     two = collect(2, "parallel.max_tokens_per_microbatch=20")
     assert main(["compare", str(one), str(two)]) == 0
+
+
+@pytest.mark.parametrize("method", ["dion", "muon"])
+def test_updates_of_matrices_are_alike_in_layouts(collect, capsys, method):
+    """And with other optimizers they are not."""
+    methods = [f"optimizer.{role}_method={method}" for role in ("actor", "critic")]
+    given = ("--update", *methods, "optimizer.adam_eps=1e-3")
+    one, two = collect(1, *given), collect(2, *given, "parallel.tensor_model_parallel_size=2")
+    # What is orthonormal has rounding in weak directions, too.
+    tolerance = ("--tolerance", "3e-5")
+    assert main(["compare", str(one), str(two), *tolerance]) == 0
+    text = capsys.readouterr().out
+    assert "actor_update model.layers.1.self_attn.q_proj.weight" in text
+    assert "108 parameters: none exceeds" in text
+    adamw = collect(1, "--update", "optimizer.adam_eps=1e-3")
+    assert main(["compare", str(one), str(adamw), *tolerance]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    # Seven matrices in each of two layers of two models.
+    assert lines[-1] == "108 parameters: 28 exceed the tolerance 3e-05"
 
 
 def test_the_gradients_of_another_loss_differ(collect, one, capsys):

@@ -18,6 +18,7 @@ from vapo_megatron.algorithm.update_size import rank_of
 from vapo_megatron.parallel import groups
 from vapo_megatron.parallel.matrix_weights import Part, initial_basis
 from vapo_megatron.parallel.optimizer import optimizer_step, set_learning_rate
+from vapo_megatron.parallel.optimizer_state import state_tensors
 from vapo_megatron.parallel.owners import Item, owners, share_out
 
 SHAPE = {"hidden": 32, "heads": 4, "ffn": 48, "vocab": 60, "num_layers": 4}
@@ -180,6 +181,34 @@ def test_three_updates_equal_float64(hf_paths, workers, name, method, role, kv_h
         twin = rank % layout.tp + (rank // (layout.tp * layout.dp)) * layout.tp * layout.dp
         for own, other in zip(result[3], results[twin][3], strict=True):
             assert torch.equal(own, other)
+
+
+def _not_finite(hf_path, method):
+    """What an update with a gradient that is not finite changes of weights and state."""
+    layout = LAYOUTS["one"]
+    groups.initialize(_config(layout, method).parallel)
+    trained = Trained(hf_path, layout, "actor", _config(layout, method))
+    set_learning_rate(trained.optimizer, LEARNING_RATE)
+    trained.forward_backward()
+    optimizer_step(trained.optimizer)
+    before = [t.clone() for t in state_tensors(trained.optimizer)]
+    steps = trained.optimizer.optimizer.num_steps
+    trained.forward_backward()
+    trained.chunks[0].buffers[0].grad_data[7] = torch.inf
+    norm = optimizer_step(trained.optimizer)
+    after = state_tensors(trained.optimizer)
+    same = all(map(torch.equal, before, after))
+    trained.forward_backward()
+    assert optimizer_step(trained.optimizer).isfinite()
+    moved = not all(map(torch.equal, before, state_tensors(trained.optimizer)))
+    return float(norm), same, moved, trained.optimizer.optimizer.num_steps - steps, len(before)
+
+
+@pytest.mark.parametrize("method", ["dion", "muon"])
+def test_a_gradient_that_is_not_finite_changes_nothing(hf_paths, workers, method):
+    ((norm, same, moved, steps, count),) = workers.run(1, _not_finite, hf_paths[2], method)
+    assert norm == float("inf") and same and moved and steps == 1
+    assert count > 60
 
 
 def test_collectives_are_those_of_layers(hf_paths, workers):

@@ -2,9 +2,11 @@
 
     OUT/actor.safetensors, OUT/critic.safetensors    gradients by HF name, float32, before clipping
                                                      (of the roles that the run trains)
+    OUT/actor_update.safetensors, ...                on request what the first update adds to the
+                                                     weights, at a learning rate of 1
 
 The step runs as in training: this layout computes its own values, log-probabilities and advantages,
-mini-batches, microbatches and losses. Only the optimizer updates are left out.
+mini-batches, microbatches and losses. Further updates are left out.
 """
 
 from __future__ import annotations
@@ -23,16 +25,20 @@ from vapo_megatron.config import VapoConfig
 from vapo_megatron.data.storage import replacing
 from vapo_megatron.errors import DataError
 from vapo_megatron.models.hf_config import read_model_shape
+from vapo_megatron.parallel.gradient_buffers import wait_for_parameters
+from vapo_megatron.parallel.optimizer import optimizer_step, set_learning_rate
 from vapo_megatron.rollout.inputs import Inputs
 from vapo_megatron.rollout.replay import check_dump
 from vapo_megatron.weights.gather import full_gradients
 from vapo_megatron.weights.table import hf_tensors
 
 if TYPE_CHECKING:
-    from vapo_megatron.parallel.minibatches import MiniBatch
+    from vapo_megatron.roles.placed import PlacedModel
     from vapo_megatron.training.step import StepTrainer
 
 ROLES = ("critic", "actor")
+UPDATE = "_update"
+"""Ends the name of a role's file with its update."""
 
 
 class Difference(NamedTuple):
@@ -46,7 +52,9 @@ class Difference(NamedTuple):
     """|a - b| / |a|; 0 where both are 0, infinite where only a is."""
 
 
-def collect_gradients(config: VapoConfig, replay: Path, step: int, out: Path) -> None:
+def collect_gradients(
+    config: VapoConfig, replay: Path, step: int, out: Path, *, update: bool = False
+) -> None:
     """Write the gradients of both losses on the first mini-batch of a step. Collective.
 
     The weights are a new run's initial ones. The actor's, from model.hf_path, sampled every step up
@@ -57,6 +65,7 @@ def collect_gradients(config: VapoConfig, replay: Path, step: int, out: Path) ->
         replay: run directory with dumped steps.
         step: from 1.
         out: directory, made if missing; rank 0 writes, one tensor at a time.
+        update: also write what the optimizer's first update adds.
 
     Raises:
         UserError: the dump, the paths or the number of processes do not fit.
@@ -80,7 +89,11 @@ def collect_gradients(config: VapoConfig, replay: Path, step: int, out: Path) ->
         firsts = {"actor": data.mini_batches[0], "critic": data.critic_mini_batches[0]}
         for role in config.algorithm.trained_roles:
             with trainer.phase(f"{role}_update"):
-                _write(trainer, role, out, step, firsts[role])
+                loss = float(getattr(trainer, role).compute_gradients(firsts[role])["loss"])
+                _write(trainer, role, out / f"{role}.safetensors", step, loss)
+                if update:
+                    _make_update(getattr(trainer, role).placed)
+                    _write(trainer, role, out / f"{role}{UPDATE}.safetensors", step, loss)
 
 
 def check(config: VapoConfig, replay: Path, step: int) -> Inputs:
@@ -135,27 +148,40 @@ def describe_gradients(directory: Path) -> str:
             written = file.metadata() or {}
         if not parts:
             parts.append(f"{directory}: {written.get('layout')}, step {written.get('step')}")
-        parts.append(f"{role} loss {written.get('loss')}")
+        if role in ROLES:
+            parts.append(f"{role} loss {written.get('loss')}")
     return ", ".join(parts)
 
 
 def _roles(*directories: Path) -> list[str]:
-    """Return the roles with gradients in any of the directories; both if there are none."""
-    names = {path.name for directory in directories for path in directory.glob("*.safetensors")}
-    return [role for role in ROLES if f"{role}.safetensors" in names] or list(ROLES)
+    """Return the names of the files in any of the directories; both roles' if there are none."""
+    found = {path.stem for directory in directories for path in directory.glob("*.safetensors")}
+    return [n for role in ROLES for n in (role, role + UPDATE) if n in found] or list(ROLES)
 
 
-def _write(trainer: StepTrainer, role: str, out: Path, step: int, mini_batch: MiniBatch) -> None:
-    """Write the gradients of a role's loss over a mini-batch."""
-    model, ranks = getattr(trainer, role), trainer.ranks
-    metrics = model.compute_gradients(mini_batch)
-    gradients = full_gradients(model.placed.chunks, trainer.shape, ranks, role)
+def _make_update(placed: PlacedModel) -> None:
+    """Make an update, and leave in the gradients' place what it has added to the parameters."""
+    parameters = [p for chunk in placed.chunks for p in chunk.parameters() if p.requires_grad]
+    before = [parameter.detach().clone() for parameter in parameters]
+    # At a peak of 1e-6 the weights' rounding would be as large.
+    set_learning_rate(placed.optimizer, 1.0)
+    optimizer_step(placed.optimizer)
+    wait_for_parameters(placed.chunks)
+    for parameter, old in zip(parameters, before, strict=True):
+        parameter.main_grad.copy_(parameter.detach().float() - old.float())  # type: ignore
+
+
+def _write(trainer: StepTrainer, role: str, path: Path, step: int, loss: float) -> None:
+    """Write a role's gradients, whose loss over a mini-batch is given."""
+    ranks = trainer.ranks
+    gradients = full_gradients(
+        getattr(trainer, role).placed.chunks, trainer.shape, ranks, role
+    )  # fmt: skip
     if ranks.rank == 0:
         layout = f"TP{ranks.tp_size} PP{ranks.pp_size} VPP{ranks.vpp_size} DP{ranks.dp_size}"
         layout += f" CP{ranks.cp_size}" * (ranks.cp_size > 1)
-        metadata = {"layout": layout, "step": str(step), "loss": f"{float(metrics['loss']):.9g}"}
-        out.mkdir(parents=True, exist_ok=True)
-        path = out / f"{role}.safetensors"
+        metadata = {"layout": layout, "step": str(step), "loss": f"{loss:.9g}"}
+        path.parent.mkdir(parents=True, exist_ok=True)
         _write_streamed(path, hf_tensors(trainer.shape, role), gradients, metadata)
     for _ in gradients:  # every rank takes all of them
         pass

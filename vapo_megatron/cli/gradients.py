@@ -29,7 +29,10 @@ COLLECT = """Write the gradients of one layout.
 
 It makes one step on dumped rollouts with the weights of model.hf_path, up to the gradients of the
 critic's and the actor's first mini-batch, and writes them by HF name, in float32, before clipping.
-Nothing is updated. parallel.world_size processes start as with vapo train.
+parallel.world_size processes start as with vapo train. With --update it also makes each role's
+first update, at a learning rate of 1, and writes what it adds to the weights: what the optimizer
+makes of the gradients. AdamW brings all elements to one size, also those whose gradient is rounding
+alone, such as a key's bias.
 """
 
 COMPARE = """Print |a - b| / |a| of every parameter's gradient, the largest first.
@@ -63,7 +66,7 @@ def _collect(options: argparse.Namespace, worker: Sequence[str]) -> int:
         check(config, options.replay, options.step)
         execute(command)
     check_processes(config.parallel.world_size, config.rollout.num_processes)
-    collect_gradients(config, options.replay, options.step, options.out)
+    collect_gradients(config, options.replay, options.step, options.out, update=options.update)
     if is_first_rank():
         print(describe_gradients(options.out), flush=True)
     return 0
@@ -109,6 +112,9 @@ def _parser() -> Parser:
     )  # fmt: skip
     collect.add_argument(
         "--step", type=int, default=1, metavar="N", help="which dumped step (default: 1)"
+    )
+    collect.add_argument(
+        "--update", action="store_true", help="also write each role's first update"
     )
     collect.add_argument(
         "overrides", nargs="*", metavar="section.field=value", help="such as another layout"
