@@ -240,8 +240,6 @@ model.fp8=e4m3  model.layer_spec=local
     fp8=e4m3 | layer_spec=local | auto
 model.fp8=hybrid  optimizer.actor_method=dion
     fp8=hybrid | null | optimizer.actor_method=dion | adamw
-parallel.use_distributed_optimizer=false  optimizer.critic_method=muon
-    use_distributed_optimizer=false | optimizer.critic_method=muon | leave it true | adamw
 model.layer_spec=transformer_engine  model.dtype=float32
     layer_spec=transformer_engine | found float32 | layer_spec=local
 algorithm.dynamic_sampling=true  algorithm.group_size=1

@@ -120,7 +120,19 @@ CHANGED_PLACEMENT = {"carry_over": {"rollout.carry_over_groups": 8}} | {
     }
     for lag in (0, 1, 4)
 }
-CHANGED_ALL = {**CHANGED, **CHANGED_KEYS, **CHANGED_LAG, **CHANGED_PLACEMENT}
+CHANGED_OPTIMIZERS = {
+    f"{name}_{who}": {
+        **{f"optimizer.{role}_method": method for role in roles},
+        "optimizer.matrix_rank_fraction": fraction,
+    }
+    for name, method, fraction in (
+        ("dion", "dion", 0.25), ("dion_full", "dion", 1.0), ("muon", "muon", 0.25)
+    )
+    for who, roles in (("actor", ["actor"]), ("critic", ["critic"]), ("both", ["actor", "critic"]))
+}  # fmt: skip
+CHANGED_ALL = {
+    **CHANGED, **CHANGED_KEYS, **CHANGED_LAG, **CHANGED_PLACEMENT, **CHANGED_OPTIMIZERS
+}  # fmt: skip
 """Against VAPO, written out: the arms read the recipes, and these must not say anything else."""
 
 
@@ -159,7 +171,10 @@ def test_each_arm_differs_from_vapo_in_what_it_names_and_nothing_else(tmp_path, 
         has_value = bool(values) and "model.critic_checkpoint" not in differing
         assert ("seed_3/value" in jobs[name].needs) == has_value
     assert all(jobs[name].settings["algorithm.gamma"] == 0.5 for name in (*arms, *values))
-    task = {"lag": "short", "placement": "long"}.get(form, form)
+    tasks = {
+        "lag": "short", "placement": "long", "optimizers": "short", "keys_optimizers": "keys"
+    }  # fmt: skip
+    task = tasks.get(form, form)
     assert all(jobs[name].settings["form"] == task for name in ("base", "data"))
     # More than one process is started by the command.
     alone = vapo["rollout.num_processes"] + vapo["parallel.world_size"] == 1
@@ -172,6 +187,7 @@ def test_each_arm_differs_from_vapo_in_what_it_names_and_nothing_else(tmp_path, 
         "algorithm.stage", "algorithm.value_pretraining_steps", "evaluation.path",
         "model.critic_checkpoint", "made from value",
         *(change.partition("=")[0] for change in table.value_changes),
+        *(change.partition("=")[0] for change in arms["vapo"].changes),
     }  # fmt: skip
 
 

@@ -37,7 +37,9 @@ class ParallelConfig(Section):
         False, "Shard activations outside the tensor-parallel regions along the sequence."
     )
     use_distributed_optimizer: bool = field(
-        True, "Shard optimizer state and float32 main parameters over data-parallel ranks."
+        True,
+        "Shard optimizer state and float32 main parameters over data-parallel ranks. With Dion and "
+        "Muon each matrix is on one of them in any case.",
     )
     overlap_grad_reduce: bool = field(
         False, "Overlap the gradient reduction with the backward pass."

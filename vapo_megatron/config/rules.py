@@ -368,17 +368,10 @@ def _precision_rule(c: VapoConfig) -> str | None:
 def _matrices_rule(c: VapoConfig) -> str | None:
     chosen = {f"{role}_method": c.optimizer.method(role) for role in ("actor", "critic")}
     found = [f"optimizer.{name}={method}" for name, method in chosen.items() if method != "adamw"]
-    if not found:
-        return None
-    if c.model.fp8 is not None:
+    if found and c.model.fp8 is not None:
         return (
             f"model.fp8={c.model.fp8} must be null with {found[0]}, whose updates are of whole "
             "matrices in float32; set it to null, or the method to adamw"
-        )
-    if not c.parallel.use_distributed_optimizer:
-        return (
-            f"parallel.use_distributed_optimizer=false: with {found[0]} each matrix is updated by "
-            "one of the ranks that hold it, in any case; leave it true, or set the method to adamw"
         )
     return None
 

@@ -250,7 +250,8 @@ def update(
     # Gradients are reduced during the last microbatch only, parameters gathered in the first.
     collectives = _gradient_seconds(trainer, held, role, overlapped_seconds=one_pass / 2)
     collectives += trainer.matrix_seconds(role)
-    owned = held / (trainer.replica_size if parallel.use_distributed_optimizer else 1)
+    is_shared = parallel.use_distributed_optimizer or kind_of(config, role) is not None
+    owned = held / (trainer.replica_size if is_shared else 1)
     memory = (OWNED_BYTES * owned + HELD_BYTES * held) / cluster.rate("memory")
 
     phase = _pipeline(trainer, stage, host, output, work, collectives + memory, context)
@@ -285,7 +286,7 @@ def _gradient_seconds(
     if has_matrices or not parallel.use_distributed_optimizer:
         reduced *= 2
     gathered = 0.0
-    if parallel.use_distributed_optimizer:
+    if has_matrices or parallel.use_distributed_optimizer:
         gathered = cluster.all_gather_seconds(trainer.element_bytes * held, size, stride)
     if parallel.overlap_grad_reduce:
         reduced = max(0.0, reduced - overlapped_seconds)

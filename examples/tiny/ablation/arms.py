@@ -71,6 +71,29 @@ def _lags() -> dict[str, Arm]:
     return arms
 
 
+def _optimizers() -> dict[str, Arm]:
+    """Return an arm for each method and each choice of roles whose matrices it updates.
+
+    Adam's moments of the value stage are of no use to the others, and AdamW starts without them,
+    too.
+    """
+    methods = {
+        "dion": ("Dion, rank 1/4", "dion", 0.25), "dion_full": ("Dion, full rank", "dion", 1.0),
+        "muon": ("Muon", "muon", 0.25),
+    }  # fmt: skip
+    arms = {"vapo": Arm("AdamW", "", ("model.critic_checkpoint_optimizer=false",))}
+    for name, (title, method, fraction) in methods.items():
+        for roles in (("actor",), ("critic",), ("actor", "critic")):
+            own = [f"optimizer.{role}_method={method}" for role in roles]
+            who = " and ".join(roles)
+            arms[f"{name}_{'both' if len(roles) > 1 else who}"] = Arm(
+                f"{title}: {who}", "",
+                (*arms["vapo"].changes, *own, f"optimizer.matrix_rank_fraction={fraction}"),
+            )  # fmt: skip
+    return arms
+
+
+OPTIMIZERS = _optimizers()
 SHORT = Table(
     "short",
     configs=("tiny.yaml", "ablation_tiny.yaml"),
@@ -110,6 +133,7 @@ TABLES = {
     "lag": dataclasses.replace(
         SHORT, configs=(*SHORT.configs, "lag_tiny.yaml"), arms=_lags(), more_arms={}
     ),
+    "optimizers": dataclasses.replace(SHORT, arms=OPTIMIZERS, more_arms={}),
     "placement": dataclasses.replace(
         LONG,
         configs=(*LONG.configs, "placement_tiny.yaml"),

@@ -11,6 +11,7 @@ choose what to run; the table has all finished runs with the same settings in th
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,7 +32,11 @@ from vapo_megatron.run.progress import format_seconds
 from vapo_megatron.run.report.comparison import build_comparison, table
 from vapo_megatron.run.report.html import escape
 
-TABLES = {**own.TABLES, **credit.arms.TABLES}
+KEYS = credit.arms.TABLES
+TABLES = {
+    **own.TABLES, **KEYS,
+    "keys_optimizers": dataclasses.replace(KEYS["keys"], arms=own.OPTIMIZERS, more_arms={}),
+}  # fmt: skip
 """By form of the task, those of locks and keys included."""
 THRESHOLD = 0.5
 """Held-out accuracy, to which steps are counted."""
@@ -60,6 +65,13 @@ def responses_per_second(rows: Rows) -> float | None:
     return statistics.median(speeds) if speeds else None
 
 
+def update_seconds(rows: Rows, role: str) -> float | None:
+    """Return the median over steps of a role's updates; None: it has none."""
+    name = f"time/{role}_update_seconds"
+    found = [row[name] for row in rows if row.get(name)]
+    return statistics.median(found) if found else None
+
+
 COLUMNS: dict[str, Cell] = {
     "final accuracy": mean(final),
     "each seed": each(final),
@@ -72,6 +84,11 @@ COLUMNS: dict[str, Cell] = {
     "responses per second": mean(responses_per_second, ".1f"),
 }
 """Lengths are in tokens, on held-out problems; entropy in nats per token, before the last step."""
+UPDATES: dict[str, Cell] = {
+    "actor's updates": mean(lambda rows: update_seconds(rows, "actor"), ".2f"),
+    "critic's updates": mean(lambda rows: update_seconds(rows, "critic"), ".2f"),
+}
+"""Seconds a step; of the tables of optimizers."""
 
 
 def notes(form: str) -> list[str]:
@@ -156,7 +173,8 @@ def _write(root: Path, form: str, overrides: Sequence[str]) -> str:
         name: {seed: read_rows(job.out / "metrics.jsonl") for seed, job in of.items()}
         for name, of in done.items()
     }
-    columns = {**COLUMNS, "paper": lambda _, name: arms[name].paper}
+    paper: dict[str, Cell] = {"paper": lambda _, name: arms[name].paper}
+    columns = {**COLUMNS, **(UPDATES if form.endswith("optimizers") else paper)}
     titles = {name: f"{arm.title} ({name})" for name, arm in arms.items()}
     of_arms = cells(titles, columns, runs)
     text = markdown(("arm", *columns), of_arms) + "".join(f"\n{note}\n" for note in told)
