@@ -103,7 +103,8 @@ def _updates(hf_path, layout, method, role):
 
 
 def owned_names(trained):
-    return [(w.name, w.layer, bool(w.parts)) for w in trained.optimizer._owned]
+    pieces = trained.optimizer.owned
+    return [(f"{p.weight.name} {p.index}", p.weight.layer, bool(p.weight.parts)) for p in pieces]
 
 
 def is_matrix(name):

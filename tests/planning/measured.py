@@ -99,7 +99,7 @@ def pausing() -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for module, names in (
-            (dist, ("all_reduce",)),
+            (dist, ("all_reduce", "all_gather_into_tensor")),
             (layers, ("dist_all_gather_func", "dist_reduce_scatter_func")),
             (mappings, ("dist_all_gather_func", "dist_reduce_scatter_func")),
         ):
@@ -136,7 +136,7 @@ def measure(shape: ModelShape, config: VapoConfig, role: str, responses: int) ->
         forward_backward(
             chunks, microbatches, lambda o, m: (head(o, m, with_entropy=False).sum(), {})
         )
-    with Allocations() as stepped:
+    with Allocations() as stepped, pausing():
         optimizer_step(optimizer)
     with Allocations() as inferred, pausing():
         forward_only(chunks, microbatches, head)

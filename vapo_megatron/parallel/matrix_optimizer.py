@@ -1,9 +1,9 @@
 """Dion or Muon for matrices and AdamW for the rest, each parameter updated by one replica.
 
 Before: every rank has the whole gradients of its parameters, summed over the ranks that hold the
-same ones (replicas: data and context parallelism). Each parameter has an owner among these, which
-alone keeps its state and float32 copy. After a step the updated parameters are gathered, so that
-replicas are the same bit for bit.
+same ones (replicas: data and context parallelism). Each parameter has an owner among these, an
+embedding one for each piece of its rows, which alone keeps its state and float32 copy. After a step
+the updated parameters are gathered, so that replicas are the same bit for bit.
 
 megatron-core's distributed optimizer cannot serve: it cuts buffers of parameters, and matrices with
 them. Tensor-parallel ranks own the same parameters, and add up what their columns give, for all
@@ -35,8 +35,10 @@ from vapo_megatron.algorithm.update_size import rank_of, scale_factor
 from vapo_megatron.config import OptimizerConfig
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.matrix_weights import (
+    Piece,
     Weight,
     initial_basis,
+    pieces_of,
     put_rows,
     rows_of,
 )
@@ -174,29 +176,35 @@ class OwnedOptimizer:
             seed: of Dion's bases.
         """
         self.config, self.method, self._ranks = config, method, ranks
-        self._weights = weights
-        items = [Item(tuple(p.shape for p in w.parts), w.parameter.numel()) for w in weights]
-        self._owners = owners(items, method, settings.matrix_rank_fraction, ranks.replica_size)
-        self._owned = [
-            weight for weight, owner in zip(weights, self._owners) if owner == ranks.replica_rank
+        self._pieces = pieces_of(weights, ranks.replica_size)
+        items = [
+            Item(tuple(part.shape for part in p.weight.parts), p.of(p.weight.parameter).numel())
+            for p in self._pieces
         ]
-        self._mains = {weight: _main(weight.parameter) for weight in self._owned}
+        self._owners = owners(items, method, settings.matrix_rank_fraction, ranks.replica_size)
+        self.owned = [
+            piece for piece, owner in zip(self._pieces, self._owners) if owner == ranks.replica_rank
+        ]
+        """Pieces of parameters that this rank updates."""
+        self._mains = {piece: _main(piece) for piece in self.owned}
         self.optimizer = MatrixOptimizer(self._groups(settings), settings, ranks, seed)
         self.is_stub_optimizer = False
 
     def _groups(self, settings: OptimizerConfig) -> list[dict[str, Any]]:
         """Return groups as megatron-core has them: biases and norms do not decay."""
-        matrices = sorted((w for w in self._owned if w.parts), key=lambda w: w.layer)
-        others = [w for w in self._owned if not w.parts]
-        decayed = [w for w in others if w.parameter.dim() > 1]
-        plain = [w for w in others if w.parameter.dim() == 1]
+        matrices = [p for p in self.owned if p.weight.parts]
+        matrices.sort(key=lambda piece: piece.weight.layer)
+        others = [p for p in self.owned if not p.weight.parts]
+        decayed = [p for p in others if p.weight.parameter.dim() > 1]
+        plain = [p for p in others if p.weight.parameter.dim() == 1]
         table = (
             (matrices, self.method, settings.matrix_rate_factor, 1.0),
             (decayed, "adamw", 1.0, 1.0), (plain, "adamw", 1.0, 0.0),
         )  # fmt: skip
         return [
             {
-                "params": [self._mains[weight] for weight in members], "weights": members,
+                "params": [self._mains[piece] for piece in members],
+                "weights": [piece.weight for piece in members],
                 "method": method, "lr_mult": rate, "wd_mult": decay,
                 "lr": 0.0, "weight_decay": 0.0,
             }
@@ -218,17 +226,17 @@ class OwnedOptimizer:
 
     def prepare_grads(self) -> bool:
         """Take the reduced gradients of what this rank owns."""
-        for weight, main in self._mains.items():
-            main.grad = weight.parameter.main_grad  # type: ignore[attr-defined]
+        for piece, main in self._mains.items():
+            main.grad = piece.of(piece.weight.parameter.main_grad)  # type: ignore[attr-defined]
         return False
 
     def get_grad_norm(self) -> float:
         """Return the norm of the whole model's gradient, in which every element counts once."""
         gradients = [
             main.grad
-            for weight, main in self._mains.items()
-            if param_is_not_shared(weight.parameter)
-            and param_is_not_tensor_parallel_duplicate(weight.parameter)
+            for piece, main in self._mains.items()
+            if param_is_not_shared(piece.weight.parameter)
+            and param_is_not_tensor_parallel_duplicate(piece.weight.parameter)
         ]
         return float(get_grad_norm_fp32(gradients, grad_stats_parallel_group=dist.group.WORLD))
 
@@ -236,15 +244,17 @@ class OwnedOptimizer:
     def step_with_ready_grads(self) -> bool:
         """Update what this rank owns, and fetch what others have updated."""
         self.optimizer.step()
-        for weight, main in self._mains.items():
-            weight.parameter.data.copy_(main)
+        for piece, main in self._mains.items():
+            data = piece.of(piece.weight.parameter.data)
+            if data.dtype != main.dtype:
+                data.copy_(main)
         self._gather()
         return True
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
-        for weight in self._weights:
-            weight.parameter.grad = None
+        for piece in self._pieces:
+            piece.weight.parameter.grad = None
         for main in self._mains.values():
             main.grad = None
 
@@ -254,33 +264,36 @@ class OwnedOptimizer:
         if ranks.replica_size == 1:
             return
         by_owner: list[list[Tensor]] = [[] for _ in range(ranks.replica_size)]
-        for weight, owner in zip(self._weights, self._owners, strict=True):
-            by_owner[owner].append(weight.parameter.data.view(-1))
+        for piece, owner in zip(self._pieces, self._owners, strict=True):
+            by_owner[owner].append(piece.of(piece.weight.parameter.data).view(-1))
         longest = max(sum(map(len, of_owner)) for of_owner in by_owner)
         size = max(1, GATHERED // ranks.replica_size)
-        like = self._weights[0].parameter.data
+        like = by_owner[0][0]
         for start in range(0, longest, size):
             length = min(size, longest - start)
             own = like.new_zeros(length)
-            for piece, at in _pieces(by_owner[ranks.replica_rank], start, length):
-                own[at : at + len(piece)] = piece
+            for part, at in _spans(by_owner[ranks.replica_rank], start, length):
+                own[at : at + len(part)] = part
             found = like.new_empty(length * ranks.replica_size)
             dist.all_gather_into_tensor(found, own, group=ranks.replica_group)
             for owner, of_owner in enumerate(by_owner):
-                for piece, at in _pieces(of_owner, start, length):
-                    piece.copy_(found[owner * length + at :][: len(piece)])
+                for part, at in _spans(of_owner, start, length):
+                    part.copy_(found[owner * length + at :][: len(part)])
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         """Describe what this rank saves, or loads: tensors by their names in the checkpoint."""
-        saved = self._saved().values()
-        return {"num_steps": self.optimizer.num_steps, "state": {s.key: s for s in saved}}
+        return {
+            "num_steps": self.optimizer.num_steps,
+            "state": {_key(*of): described for of, described in self._saved().items()},
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what was loaded for sharded_state_dict."""
         self.optimizer.num_steps = int(state["num_steps"])
-        for (weight, name, index), described in self._saved().items():
-            loaded, main = state["state"][described.key], self._mains[weight]
+        for piece, name, index in self._saved():
+            loaded, main = state["state"][_key(piece, name, index)], self._mains[piece]
+            weight = piece.weight
             of_main = self.optimizer.state[main]
             if name == BASIS:
                 for own, basis in zip(self._in_rows(weight, index), _bases(of_main, weight, index)):
@@ -289,27 +302,26 @@ class OwnedOptimizer:
                 target = main if name == MAIN else of_main[name]
                 target.chunk(weight.num_stacked)[index].copy_(loaded)
 
-    def _saved(self) -> dict[tuple[Weight, str, int], ShardedTensor]:
-        """Return what a checkpoint has of what this rank owns, by weight, name and stacked tensor.
+    def _saved(self) -> dict[tuple[Piece, str, int], ShardedTensor]:
+        """Return what a checkpoint has of what this rank owns, by piece, name and stacked tensor.
 
         A basis has rows where the parameter has its sharded dimension, in the same order.
         """
         self.optimizer.make_state()
         found = {}
-        for weight, main in self._mains.items():
-            of_main = self.optimizer.state[main]
+        for piece, main in self._mains.items():
+            of_main, weight = self.optimizer.state[main], piece.weight
             tensors = {n: t for n, t in of_main.items() if not n.startswith(BASIS)}
-            if main is not weight.parameter:
+            if weight.parameter.dtype != main.dtype:
                 tensors[MAIN] = main
             for name, tensor in tensors.items():
-                for index, piece in enumerate(tensor.chunk(weight.num_stacked)):
-                    found[weight, name, index] = self._described(
-                        weight, name, index, piece.detach(), weight.dim
-                    )
+                for index, part in enumerate(tensor.chunk(weight.num_stacked)):
+                    described = self._described(piece, name, index, part.detach(), weight.dim)
+                    found[piece, name, index] = described
             if f"{BASIS}_0" in of_main:
                 for index in range(weight.num_stacked):
                     fused = self._fused(weight, of_main, index)
-                    found[weight, BASIS, index] = self._described(weight, BASIS, index, fused, 0)
+                    found[piece, BASIS, index] = self._described(piece, BASIS, index, fused, 0)
         return found
 
     def _in_rows(self, weight: Weight, index: int) -> list[Sequence[tuple[int, int]]]:
@@ -330,18 +342,23 @@ class OwnedOptimizer:
         return fused
 
     def _described(
-        self, weight: Weight, name: str, index: int, tensor: Tensor, dim: int | None
+        self, piece: Piece, name: str, index: int, tensor: Tensor, dim: int | None
     ) -> ShardedTensor:
+        weight, ranks = piece.weight, self._ranks
         suffix = f".{index}" if weight.num_stacked > 1 else ""
-        tp_size, tp_rank = self._ranks.tp_size, self._ranks.tp_rank
+        place = ranks.tp_rank * piece.count + piece.index, ranks.tp_size * piece.count
         # Replicas have none of it: its owner alone describes it.
-        copy = int(weight.is_copy)
-        offsets = [] if dim is None else [(dim, tp_rank, tp_size)]
         return ShardedTensor.from_rank_offsets(
-            f"{STATE}.{name}.{weight.name}{suffix}", tensor, *offsets,
-            replica_id=(copy, tp_rank if dim is None else 0, 0),
+            f"{STATE}.{name}.{weight.name}{suffix}", tensor,
+            *([] if dim is None else [(dim, *place)]),
+            replica_id=(int(weight.is_copy), ranks.tp_rank if dim is None else 0, 0),
             allow_shape_mismatch=weight.is_padded,
         )  # fmt: skip
+
+
+def _key(piece: Piece, name: str, index: int) -> str:
+    """Return a name of its own for each tensor that one rank saves."""
+    return f"{name} {piece.weight.name} {index} {piece.index}"
 
 
 def _bases(state: Mapping[str, Tensor], weight: Weight, index: int) -> list[Tensor]:
@@ -349,14 +366,14 @@ def _bases(state: Mapping[str, Tensor], weight: Weight, index: int) -> list[Tens
     return [state[f"{BASIS}_{part}"] for part in which]
 
 
-def _main(parameter: torch.nn.Parameter) -> Tensor:
+def _main(piece: Piece) -> Tensor:
     """Return what is updated: the parameter, or a float32 copy of it."""
-    if parameter.dtype == torch.float32:
-        return parameter
-    return parameter.detach().float()
+    if piece.count == 1 and piece.weight.parameter.dtype == torch.float32:
+        return piece.weight.parameter
+    return piece.of(piece.weight.parameter.detach()).float()
 
 
-def _pieces(tensors: Sequence[Tensor], start: int, length: int) -> Iterator[tuple[Tensor, int]]:
+def _spans(tensors: Sequence[Tensor], start: int, length: int) -> Iterator[tuple[Tensor, int]]:
     """Yield what [start, start + length) of flat tensors in a row has of each, and its place."""
     at = -start
     for tensor in tensors:

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vapo_megatron.parallel.owners import num_pieces
+
 BASIS_ROWS = 256
 """Rows of an initial basis that are drawn together; a rank draws no others than it needs."""
 
@@ -46,6 +48,30 @@ class Weight:
     """Its number of rows depends on the layout, as a vocabulary's does."""
     is_copy: bool = False
     """Another parameter of this name counts."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Piece:
+    """What one rank owns of a parameter: all of it, or some rows of a vocabulary's."""
+
+    weight: Weight
+    index: int = 0
+    count: int = 1
+    """Pieces of the parameter, of the same number of rows."""
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return a view of this piece of a tensor of the parameter's shape."""
+        return tensor if self.count == 1 else tensor.chunk(self.count)[self.index]
+
+
+def pieces_of(weights: Sequence[Weight], num_replicas: int) -> list[Piece]:
+    """Cut what is large and no matrix, so that no rank has to own an embedding by itself."""
+    found = []
+    for weight in weights:
+        rows = weight.parameter.shape[0]
+        count = num_pieces(rows, num_replicas) if weight.is_padded else 1
+        found += [Piece(weight, index, count) for index in range(count)]
+    return found
 
 
 def rows_of(tensor: Tensor, runs: Sequence[tuple[int, int]]) -> Tensor:

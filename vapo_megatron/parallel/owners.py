@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,12 +10,17 @@ from vapo_megatron.algorithm.update_size import rank_of
 
 
 class Item(NamedTuple):
-    """A parameter of a rank."""
+    """A parameter of a rank, or a piece of one."""
 
     shapes: tuple[tuple[int, int], ...]
     """(out, in) of the whole matrices in it; none: AdamW updates it."""
     elements: int
     """Of this rank's shard."""
+
+
+def num_pieces(rows: int, num_replicas: int) -> int:
+    """Return into how many pieces a vocabulary's rows are cut: as many owners as divide them."""
+    return math.gcd(rows, num_replicas)
 
 
 def owners(items: Sequence[Item], method: str, fraction: float, num_replicas: int) -> list[int]:

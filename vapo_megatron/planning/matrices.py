@@ -16,7 +16,7 @@ from vapo_megatron.algorithm.update_size import rank_of
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.config.phases import Role
 from vapo_megatron.models.hf_config import ModelShape
-from vapo_megatron.parallel.owners import Item, owners
+from vapo_megatron.parallel.owners import Item, num_pieces, owners
 from vapo_megatron.planning.cluster import Cluster
 from vapo_megatron.weights.holders import TrainerLayout, shard_dim
 from vapo_megatron.weights.table import Row
@@ -65,17 +65,22 @@ def state_bytes_of(row: Row, elements: int, shape: ModelShape, kind: Kind, tp_si
 def of_owners(
     parameters: Sequence[tuple[Row, int]], shape: ModelShape, kind: Kind, layout: TrainerLayout
 ) -> list[list[tuple[Row, int]]]:
-    """Return what each of the ranks with the same parameters owns.
+    """Return what each of the ranks with the same parameters owns, of a vocabulary some rows.
 
     Args:
         parameters: rows and elements of a rank's, in the model's order.
         shape, kind: of the model and its optimizer.
         layout: of the trainer.
     """
-    items = [Item(matrices_of(row, shape), elements) for row, elements in parameters]
+    rows = layout.vocab_rows // layout.tp_size
+    pieces = []
+    for row, elements in parameters:
+        count = num_pieces(rows, layout.dp_size) if row.kind == "vocabulary" else 1
+        pieces += [(row, elements // count)] * count
+    items = [Item(matrices_of(row, shape), elements) for row, elements in pieces]
     found: list[list[tuple[Row, int]]] = [[] for _ in range(layout.dp_size)]
     for one, owner in zip(
-        parameters, owners(items, kind.method, kind.fraction, layout.dp_size), strict=True
+        pieces, owners(items, kind.method, kind.fraction, layout.dp_size), strict=True
     ):
         found[owner].append(one)
     return found
