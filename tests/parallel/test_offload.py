@@ -58,6 +58,14 @@ CASES = [
     for name in LAYOUTS
     for dtype in ("float32", "bfloat16")
 ]
+MATRICES = [
+    ("DP2", "float32", "dion"),
+    *(
+        pytest.param(name, dtype, method, marks=pytest.mark.slow)
+        for name in ("DP2", "TP2", "PP2 VPP2")
+        for dtype, method in (("bfloat16", "dion"), ("bfloat16", "muon"))
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +89,10 @@ def _bits(model):
     return found
 
 
-def _learn(hf_path, layout, dtype, offload):
+def _learn(hf_path, layout, dtype, offload, method="adamw"):
     """Two steps of a critic, values and an update; returns all results, and the model."""
     torch.manual_seed(0)
-    config = make_config(layout, model={"dtype": dtype})
+    config = make_config(layout, model={"dtype": dtype}, optimizer={"critic_method": method})
     groups.destroy()
     place = groups.initialize(config.parallel)
     shape = read_model_shape(hf_path)
@@ -118,10 +126,10 @@ def _learn(hf_path, layout, dtype, offload):
     return results, model
 
 
-def _both(hf_path, layout, dtype):
+def _both(hf_path, layout, dtype, method="adamw"):
     """Compare results with and without offload; return bytes on the device in each phase."""
-    plain, _ = _learn(hf_path, layout, dtype, offload=False)
-    turned, model = _learn(hf_path, layout, dtype, offload=True)
+    plain, _ = _learn(hf_path, layout, dtype, False, method)
+    turned, model = _learn(hf_path, layout, dtype, True, method)
     assert len(plain) == len(turned) > 20
     assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(plain, turned))
     assert all(p.numel() == 0 or p.any() for p in plain[-10:])
@@ -139,8 +147,17 @@ def _both(hf_path, layout, dtype):
 
 @pytest.mark.parametrize("name,dtype", CASES)
 def test_nothing_is_learned_otherwise_and_nothing_is_left_behind(hf_path, workers, name, dtype):
+    _require_both(workers, hf_path, name, dtype, "adamw")
+
+
+@pytest.mark.parametrize("name,dtype,method", MATRICES)
+def test_nor_with_owners_of_matrices(hf_path, workers, name, dtype, method):
+    _require_both(workers, hf_path, name, dtype, method)
+
+
+def _require_both(workers, hf_path, name, dtype, method):
     layout = LAYOUTS[name]
-    for sizes, num_bytes in workers.run(layout.world_size, _both, hf_path, layout, dtype):
+    for sizes, num_bytes in workers.run(layout.world_size, _both, hf_path, layout, dtype, method):
         parameters, state, gradients = sizes["training"]
         assert min(parameters, state, gradients) > 0
         assert num_bytes == parameters + state
