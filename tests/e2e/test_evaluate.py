@@ -238,13 +238,8 @@ def test_a_torn_file_becomes_the_same_file(straight, checkpoint, data, tmp_path,
     assert torn.with_suffix(".json").read_bytes() == whole.with_suffix(".json").read_bytes()
 
 
-@pytest.mark.slow
-def test_two_replicas_killed_and_started_again_give_the_same_file(
-    straight, checkpoint, data, tmp_path
-):
-    out = tmp_path / "two.jsonl"
-    start = [sys.executable, "-m", "vapo_megatron", "evaluate", "--nproc=2"]
-    command = [*start, *arguments(checkpoint, data, out)]
+def killed(command, out):
+    """Kill a command with two replicas after a problem's samples are on disk; how many are then."""
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment(), start_new_session=True,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -252,7 +247,7 @@ def test_two_replicas_killed_and_started_again_give_the_same_file(
     deadline = time.monotonic() + 200
 
     def written():
-        return sum(p.read_bytes().count(b"\n") - 1 for p in out.parent.glob("two.jsonl.part*"))
+        return sum(p.read_bytes().count(b"\n") - 1 for p in out.parent.glob(f"{out.name}.part*"))
 
     while written() < 1:
         assert process.poll() is None and time.monotonic() < deadline, "no problem was written"
@@ -261,7 +256,17 @@ def test_two_replicas_killed_and_started_again_give_the_same_file(
     for one in [*psutil.Process(process.pid).children(recursive=True), process]:
         one.kill()
     process.wait()
-    before = written()
+    return written()
+
+
+@pytest.mark.slow
+def test_two_replicas_killed_and_started_again_give_the_same_file(
+    straight, checkpoint, data, tmp_path
+):
+    out = tmp_path / "two.jsonl"
+    start = [sys.executable, "-m", "vapo_megatron", "evaluate", "--nproc=2"]
+    command = [*start, *arguments(checkpoint, data, out)]
+    before = killed(command, out)
     assert 1 <= before < NUM_PROBLEMS and read(out)[1] == [], "killed before the end"
     done = run(command)
     expected = read(straight[0] / "straight.jsonl")

@@ -1,20 +1,21 @@
 """`vapo trajectories` with vLLM: episodes in a file, and right responses that become shorter.
 
 A tiny random model whose tokens are boxed digits, blank lines and the keyword "Wait". Not
-exercised: a GPU, several replicas.
+exercised: a GPU.
 """
 
 import itertools
 import json
 import math
 import re
+import sys
 from pathlib import Path
 
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.e2e.test_evaluate import read
+from tests.e2e.test_evaluate import killed, read, run
 from tests.weights.tiny_hf import write_tiny_hf
 from vapo_megatron.cli.evaluate import command as evaluate
 from vapo_megatron.cli.trajectories import command as trajectories
@@ -64,25 +65,25 @@ def data(tmp_path_factory):
     return path
 
 
+EPISODES = [
+    "--samples", "3", f"environment.use={ENVIRONMENT}", "environment.max_action_tokens=8",
+    "reward.verifier=environment",
+]  # fmt: skip
+REVISE = ["--endings", str(ENDINGS), "--keywords", ",".join(KEYWORDS)]
+
+
 def all_of_it(out, checkpoint, data):
     """Episodes; samples; their revision, twice."""
     out = Path(out)
     given = ["--checkpoint", checkpoint, "--data", data, *SETTINGS]
     codes = [
-        trajectories.main(
-            [*given, "--samples", "3", "--out", str(out / "episodes.jsonl"),
-             f"environment.use={ENVIRONMENT}", "environment.max_action_tokens=8",
-             "reward.verifier=environment"]
-        ),
+        trajectories.main([*given, *EPISODES, "--out", str(out / "episodes.jsonl")]),
         evaluate.main(
             [*given, "--samples", str(SAMPLES), "--top-p", "1", "--token-ids",
              "--out", str(out / "samples.jsonl")]
         ),
     ]  # fmt: skip
-    revise = [
-        "--revise", str(out / "samples.jsonl"), "--endings", str(ENDINGS),
-        "--keywords", ",".join(KEYWORDS),
-    ]  # fmt: skip
+    revise = ["--revise", str(out / "samples.jsonl"), *REVISE]
     for name, batch in (("revised", "4"), ("again", "1")):
         codes.append(
             trajectories.main([*given, *revise, "--out", f"{out}/{name}.jsonl", "--batch", batch])
@@ -177,3 +178,24 @@ def test_endings_do_not_depend_on_what_is_revised_together(found):
     out, _ = found
     assert (out / "revised.jsonl").read_bytes() == (out / "again.jsonl").read_bytes()
     assert read(out / "revised.samples.jsonl")[1] == read(out / "again.samples.jsonl")[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["episodes", "revised"])
+def test_two_replicas_killed_and_started_again_write_the_same(
+    found, checkpoint, data, tmp_path, name
+):
+    out, whole = tmp_path / f"{name}.jsonl", found[0]
+    given = EPISODES if name == "episodes" else ["--revise", whole / "samples.jsonl", *REVISE]
+    # A problem at a time, so that something is left.
+    one_by_one = ["--batch", "1", "rollout.max_num_sequences=1"]
+    command = [
+        sys.executable, "-m", "vapo_megatron", "trajectories", "--nproc", "2",
+        "--checkpoint", checkpoint, "--data", data, "--out", out, *SETTINGS, *given, *one_by_one,
+    ]  # fmt: skip
+    before = killed(list(map(str, command)), out.with_suffix(".samples.jsonl"))
+    assert not out.exists(), "killed before the end"
+    done = run(command)
+    assert before >= 1 and out.exists(), done.stdout[-2000:]
+    first, expected = (path.read_text().splitlines() for path in (out, whole / out.name))
+    assert first[1:] == expected[1:] and len(first) > 3
