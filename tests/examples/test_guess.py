@@ -8,7 +8,10 @@ import pytest
 from tests.examples.tiny import ROOT
 
 # isort: split
-from guess import main
+from guess import base, game, main
+
+from vapo_megatron.rollout.tokenizer import load_tokenizer
+from vapo_megatron.rollout.turn_tokens import TurnTokens
 
 
 def test_returns_are_read_by_step():
@@ -29,6 +32,19 @@ def test_what_starts_the_runs_loads_no_torch():
     """Their processes are forked from it, and would inherit its threads."""
     code = "import sys, guess.main; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT / "examples/tiny", check=True)
+
+
+def test_what_the_game_says_is_read_as_it_was_in_training(tmp_path, monkeypatch):
+    """Observations are encoded as text, in which added tokens would not be found."""
+    said = "At turn 1, you guessed 4, and the target number is higher than 4."
+    pieces = ["At turn ", ", you guessed ", ", and the target number is ", "higher", " than ", "."]
+    monkeypatch.setattr(game, "pieces", lambda: [*"0123456789", *pieces, "\\boxed{", "}"])
+    base.save_tokenizer(tmp_path, 64)
+    tokenizer = load_tokenizer(tmp_path)
+    turns = TurnTokens(tokenizer, (tokenizer.eos_token_id,), None)
+    found = turns.after_action(said)
+    assert found == tokenizer(said)["input_ids"] and len(found) == 10
+    assert tokenizer.decode(found) == said and tokenizer.unk_token_id not in found
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -17,8 +18,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import making
 import torch
 from make_tokenizer import STOP, UNKNOWN
+from tokenizers import Regex, Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
 from torch import Tensor
-from transformers import AddedToken, PreTrainedTokenizerBase, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from guess import game
 
@@ -33,22 +38,25 @@ class Recipe(making.Architecture):
     """Of the actions' form."""
 
 
-def save_tokenizer(directory: Path, max_tokens: int) -> Qwen2Tokenizer:
-    """Write and return a tokenizer whose tokens are the game's pieces."""
-    texts = [game.PROMPT, *game.pieces()]
-    tokenizer = Qwen2Tokenizer(
-        vocab={text: i for i, text in enumerate([UNKNOWN, STOP, *texts])},
-        merges=[],
-        unk_token=UNKNOWN,
-        eos_token=STOP,
-        pad_token=STOP,
+def save_tokenizer(directory: Path, max_tokens: int) -> PreTrainedTokenizerFast:
+    """Write and return a tokenizer whose tokens are the game's pieces.
+
+    They are its vocabulary, not tokens added to one: in observations those are read as text.
+    """
+    texts = [UNKNOWN, STOP, *dict.fromkeys([game.PROMPT, *game.pieces()])]
+    model = WordLevel({text: i for i, text in enumerate(texts)}, unk_token=UNKNOWN)
+    tokenizer = Tokenizer(model)
+    longest_first = sorted(texts[2:], key=len, reverse=True)
+    tokenizer.pre_tokenizer = Split(Regex("|".join(map(re.escape, longest_first))), "isolated")
+    tokenizer.decoder = Fuse()
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token=UNKNOWN, eos_token=STOP, pad_token=STOP,
         model_max_length=max_tokens,
-    )
-    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in texts])
-    assert len(tokenizer) == len(texts) + 2, "transformers added ids that are no pieces"
+    )  # fmt: skip
+    assert len(made) == len(texts), "transformers added ids that are no pieces"
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer.save_pretrained(directory)
-    return tokenizer
+    made.save_pretrained(directory)
+    return made
 
 
 def write_game(rng: random.Random) -> tuple[str, str]:
