@@ -43,7 +43,7 @@ def test_what_the_game_says_is_read_as_it_was_in_training(tmp_path, monkeypatch)
     tokenizer = load_tokenizer(tmp_path)
     turns = TurnTokens(tokenizer, (tokenizer.eos_token_id,), None)
     found = turns.after_action(said)
-    assert found == tokenizer(said)["input_ids"] and len(found) == 10
+    assert found == tokenizer(said)["input_ids"] and len(found) == 9
     assert tokenizer.decode(found) == said and tokenizer.unk_token_id not in found
 
 
