@@ -80,7 +80,7 @@ def collect(workers, tmp_path_factory):
     """collect(number of processes, overrides) -> directory; on one dump, dumped by two ranks."""
     root = tmp_path_factory.mktemp("gradients")
     workers.run(2, dump, root / "run/replay", [1], 2)
-    file, count = root / "config.yaml", iter(range(9))
+    file, count = root / "config.yaml", iter(range(99))
     file.write_text(config(write_tiny_hf(root / "hf", **MODEL)).to_yaml())
 
     def run(world_size, *overrides):

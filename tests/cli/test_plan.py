@@ -177,7 +177,7 @@ def test_options_of_wires_that_a_single_node_has_not():
     assert cluster("--gpu", "A100") == dataclasses.replace(
         cluster(),
         peak_tflops=312.0, memory_gb_per_second=2039, nvlink_gb_per_second=600,
-        network_gb_per_second=25, pcie_gb_per_second=32,
+        network_gb_per_second=25, pcie_gb_per_second=32, float32_tflops=19.5,
     )  # fmt: skip
     for option, field in (
         ("tflops", "peak_tflops"),

@@ -181,7 +181,7 @@ def test_a_run_resumes_with_other_layers_and_another_adam(
     Each update moves the loss by more than its half.
     """
     jobs = {"te": (engine, te_jobs.save_or_resume), "local": (workers, train)}
-    settings = ("bfloat16", distributed)
+    settings = ("bfloat16", distributed, "adamw")
 
     def losses(kind, saved_by, load):
         pool, job = jobs[kind]

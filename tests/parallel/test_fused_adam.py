@@ -99,13 +99,17 @@ def test_megatron_core_takes_it(fused):
     assert fused.run(1, _adam) == [("FusedAdam", True)]
 
 
-SETTINGS = [("float32", False), ("float32", True), ("bfloat16", False), ("bfloat16", True)]
+SETTINGS = [
+    (dtype, distributed, "adamw")
+    for dtype in ("float32", "bfloat16")
+    for distributed in (False, True)
+]
 
 
 @pytest.mark.parametrize(
     ("settings", "saved_at", "ranks"),
     [
-        (("bfloat16", True), 0, 1),
+        (("bfloat16", True, "adamw"), 0, 1),
         *[pytest.param(s, 0, 2, marks=pytest.mark.slow) for s in SETTINGS],
         *[pytest.param(s, SAVED_AT, 2, marks=pytest.mark.slow) for s in SETTINGS],
     ],
@@ -130,7 +134,7 @@ def test_its_checkpoints_and_torchs_are_the_same(
     fused, workers, hf, tmp_path, distributed, saved_at, ranks
 ):
     """A run that resumes with the other optimizer installed gives the same results."""
-    settings = ("float32", distributed)
+    settings = ("float32", distributed, "adamw")
     for there, here in ((fused, workers), (workers, fused)):
         root = tmp_path / str(here is fused)
         straight, _ = there.run(ranks, train, hf, root, settings, 1, 1, False, saved_at)[0]

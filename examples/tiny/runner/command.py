@@ -145,7 +145,7 @@ def _work(args: argparse.Namespace, plan: Callable[[argparse.Namespace], Plan]) 
             told = todo.write()
             took = format_seconds(time.monotonic() - started)
             # A table has its own lines.
-            gap = "\n\n" if told and "\n" in told else "; "
+            gap = "\n\n" if "\n" in str(told) else "; "
             print(f"{took} in this invocation" + (f"{gap}{told}" if told else ""))
     for name, why in failures.items():
         print(f"{name}: {why}", file=sys.stderr)
