@@ -21,17 +21,12 @@ from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.models.value_head import values_of
 from vapo_megatron.parallel import groups
 from vapo_megatron.parallel.logprobs import linear_logprobs
-from vapo_megatron.parallel.optimizer import (
-    build_ddp,
-    build_optimizer,
-    optimizer_step,
-    set_learning_rate,
-)
+from vapo_megatron.parallel.optimizer import optimizer_step, set_learning_rate
 from vapo_megatron.parallel.reduce import sum_over_data_parallel
 from vapo_megatron.parallel.schedule import forward_backward, forward_only
+from vapo_megatron.roles.trained import optimizer_of, wrap
 from vapo_megatron.weights.gather import full_gradients, gather_hf_tensors
 from vapo_megatron.weights.load_hf import load_hf_weights
-from vapo_megatron.weights.matrices import trained_weights
 
 # (prompt, response) tokens; the empty response is a prompt that no loss reads.
 LENGTHS = ((3, 5), (2, 9), (6, 1), (4, 12), (5, 0), (1, 7), (3, 4))
@@ -165,12 +160,8 @@ class Trained:
             self.shape, config.model, config.parallel, self.ranks, role, seed=config.seed
         )
         load_hf_weights(self.model, self.shape, hf_path, self.ranks, role)
-        matrices = config.optimizer.method(role) != "adamw"
-        self.chunks = build_ddp(
-            self.model, config.parallel, self.model[0].config, whole_gradients=matrices
-        )
-        weights = trained_weights(self.model, self.shape, self.ranks, role) if matrices else None
-        self.optimizer = build_optimizer(self.chunks, config.optimizer, role, weights, config.seed)
+        self.chunks = wrap(self.model, config, role)
+        self.optimizer = optimizer_of(self.chunks, self.model, self.shape, config, self.ranks, role)
         batch = make_batch(self.shape.vocab_size)
         self.microbatches = [
             make_microbatch(select(batch, part), multiple_of=layout.tp if layout.sp else 1)

@@ -116,21 +116,19 @@ def measure(shape: ModelShape, config: VapoConfig, role: str, responses: int) ->
     """
     from vapo_megatron.models.build import build_model
     from vapo_megatron.parallel import groups
-    from vapo_megatron.parallel.optimizer import build_ddp, build_optimizer, optimizer_step
+    from vapo_megatron.parallel.optimizer import optimizer_step
     from vapo_megatron.parallel.schedule import forward_backward, forward_only
-    from vapo_megatron.weights.matrices import trained_weights
+    from vapo_megatron.roles.trained import optimizer_of, wrap
 
     here = groups.initialize(config.parallel)
     size = config.parallel.max_tokens_per_microbatch
     microbatches = [make_microbatch(_response(size, shape.vocab_size)) for _ in range(responses)]
     with Allocations() as built:
         model = build_model(shape, config.model, config.parallel, here, role, seed=config.seed)
-        matrices = config.optimizer.method(role) != "adamw"
-        chunks = build_ddp(model, config.parallel, model[0].config, whole_gradients=matrices)
+        chunks = wrap(model, config, role)
     gradients = sum(b.grad_data.untyped_storage().nbytes() for c in chunks for b in c.buffers)
     with Allocations() as optimized:
-        weights = trained_weights(model, shape, here, role) if matrices else None
-        optimizer = build_optimizer(chunks, config.optimizer, role, weights)
+        optimizer = optimizer_of(chunks, model, shape, config, here, role)
     head = _head(shape, config, role, model, here)
     with Allocations() as trained, pausing():
         forward_backward(

@@ -9,7 +9,6 @@ import torch
 from tests.weights.tiny_hf import write_tiny_hf
 from vapo_megatron.models.known import known_shape
 from vapo_megatron.parallel.matrix_weights import put_rows, rows_of
-from vapo_megatron.weights.matrices import is_matrix
 from vapo_megatron.weights.table import rows
 
 LINEAR = [f"self_attn.{x}_proj.weight" for x in "qkvo"]
@@ -32,7 +31,7 @@ def test_the_linear_weights_of_layers_are_matrices_and_nothing_else(name, role):
     shape = known_shape(name)
     found = {True: set(), False: set()}
     for row in rows(shape, role):
-        found[is_matrix(row, shape)] |= {n.removeprefix("model.layers.{}.") for n in row.hf}
+        found[row.is_layer_matrix(shape)] |= {n.removeprefix("model.layers.{}.") for n in row.hf}
     for matrix, names in found.items():
         print(f"{name}, {role}, {'matrices' if matrix else 'AdamW'}: {', '.join(sorted(names))}")
     head = "lm_head.weight" if role == "actor" else "score.weight"

@@ -29,15 +29,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from vapo_megatron.algorithm.update_size import Scale, scale_factor
+from vapo_megatron.algorithm.update_size import NEWTON_SCHULZ, Scale, scale_factor
 
 Sum = Callable[[list[Tensor]], None]
 """Adds tensors of the same shapes over all ranks with columns of the matrices, in place."""
 
 LEAST_COLUMN = 1e-6
 """Norm of a column of R, as a share of the largest, below which it has no content."""
-NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
-"""Coefficients of x, x^3 and x^5 in each iteration: singular values come near 1, not to it."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Rank and size of the orthonormal updates of Dion and Muon; imports no torch, for planning."""
+"""Rank, size and iterations of Dion's and Muon's updates; imports no torch, for planning."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from collections.abc import Sequence
 from typing import Literal
 
 Scale = Literal["rms", "spectral"]
+
+NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
+"""Coefficients of x, x^3 and x^5 in each of Muon's iterations: singular values come near 1, not to
+it."""
 
 
 def rank_of(shape: Sequence[int], fraction: float) -> int:

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from vapo_megatron.algorithm.update_size import rank_of
+from vapo_megatron.algorithm.update_size import NEWTON_SCHULZ, rank_of
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.config.phases import Role
 from vapo_megatron.models.hf_config import ModelShape
@@ -20,8 +20,6 @@ from vapo_megatron.parallel.owners import Item, num_pieces, owners
 from vapo_megatron.planning.cluster import Cluster
 from vapo_megatron.weights.holders import TrainerLayout, shard_dim
 from vapo_megatron.weights.table import Row
-
-NEWTON_SCHULZ_ITERATIONS = 5
 
 
 class Kind(NamedTuple):
@@ -46,7 +44,7 @@ def kind_of(config: VapoConfig, role: Role) -> Kind | None:
 
 def matrices_of(row: Row, shape: ModelShape) -> tuple[tuple[int, int], ...]:
     """Return (out, in) of the matrices in a parameter; see weights/matrices.py."""
-    if not (row.is_in_layer and row.is_matrix(shape)):
+    if not row.is_layer_matrix(shape):
         return ()
     return tuple((size[0], size[1]) for size in row.shapes(shape))
 
@@ -112,7 +110,7 @@ def update_flops(row: Row, shape: ModelShape, kind: Kind, tp_size: int) -> float
             r = rank_of(size, kind.fraction)
             total += 8 * m * n * r / tp_size + 4 * m * r * r
         else:
-            total += NEWTON_SCHULZ_ITERATIONS * (4 * m * m * n / tp_size + 2 * m**3)
+            total += len(NEWTON_SCHULZ) * (4 * m * m * n / tp_size + 2 * m**3)
     return total
 
 

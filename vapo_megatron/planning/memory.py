@@ -46,7 +46,6 @@ from vapo_megatron.planning.model_bytes import (
     KV_CACHE_BYTES,
     Layout,
     StateBytes,
-    chunk_rows,
     dummy_gradient_bytes,
     engine_weight_bytes,
     fp8_weight_bytes,
@@ -54,6 +53,7 @@ from vapo_megatron.planning.model_bytes import (
     role_shape,
     saved_state_bytes,
     state_bytes,
+    trained_rows,
     widths,
 )
 from vapo_megatron.weights.holders import shard_elements
@@ -210,10 +210,8 @@ def _update(passes: Passes, state: StateBytes) -> PhaseMemory:
     model = passes.config.model
     activations, logits = passes.training()
     if kind_of(passes.config, passes.role) is not None:
-        chunks = chunk_rows(
-            passes.shape, passes.config, passes.role, pp_rank=passes.pp_rank, trained=True
-        )
-        copies = 2 * layer_bytes([one for chunk in chunks for one in chunk], passes.shape)
+        trained = trained_rows(passes.shape, passes.config, passes.role, passes.pp_rank)
+        copies = 2 * layer_bytes(trained, passes.shape)
         activations = max(activations, copies - logits)
     elif model.layer_spec == "local":
         roots = 4 * state.optimizer // optimizer_bytes(passes.config)

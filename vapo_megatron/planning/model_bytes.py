@@ -176,6 +176,14 @@ def chunk_rows(
     return [list(chunk) for chunk in _chunks(shape, role, place, pp_rank, not is_frozen)]
 
 
+def trained_rows(
+    shape: ModelShape, config: VapoConfig, role: Role, pp_rank: int
+) -> list[tuple[Row, int]]:
+    """Return the rows and sizes of what one GPU trains, of all its chunks."""
+    chunks = chunk_rows(shape, config, role, pp_rank=pp_rank, trained=True)
+    return [one for chunk in chunks for one in chunk]
+
+
 @functools.lru_cache(maxsize=4096)
 def _chunks(
     shape: ModelShape, role: Role, place: TrainerLayout, pp_rank: int, with_attention: bool
@@ -243,8 +251,7 @@ def _with_matrices(
 ) -> StateBytes:
     """Return the same for Dion or Muon, on the rank that owns most; gradients are whole."""
     every = num_parameters(shape, config, role, pp_rank=pp_rank, trained=False)
-    chunks = chunk_rows(shape, config, role, pp_rank=pp_rank, trained=True)
-    trained = [one for chunk in chunks for one in chunk]
+    trained = trained_rows(shape, config, role, pp_rank)
     place = layout_of(shape, config.parallel, config.model.make_vocab_size_divisible_by)
     return StateBytes(
         parameters=every * DTYPE_BYTES[config.model.dtype],
@@ -318,7 +325,7 @@ def fp8_weight_bytes(shape: ModelShape, config: VapoConfig) -> int:
     """
     if config.model.fp8 is None:
         return 0
-    matrices = [row for row in rows(shape, "actor") if row.is_in_layer and row.is_matrix(shape)]
+    matrices = [row for row in rows(shape, "actor") if row.is_layer_matrix(shape)]
     tp_size = config.parallel.tensor_model_parallel_size
     elements = sum(shard_elements(row, shape, tp_size, 0) * row.count(shape) for row in matrices)
     return 2 * elements // config.parallel.pipeline_model_parallel_size

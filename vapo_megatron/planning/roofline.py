@@ -30,7 +30,6 @@ slower of the two.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,9 +42,9 @@ from vapo_megatron.planning.cluster import Cluster
 from vapo_megatron.planning.matrices import kind_of, update_seconds
 from vapo_megatron.planning.model_bytes import (
     Layout,
-    chunk_rows,
     engine_weight_bytes,
     num_parameters,
+    trained_rows,
 )
 from vapo_megatron.planning.workload import Loads, Workload, loads
 from vapo_megatron.weights.holders import layout_of
@@ -182,9 +181,8 @@ class _Trainer(Layout):
         place = layout_of(self.shape, self.config.parallel, divisor)
         return max(
             update_seconds(
-                list(itertools.chain(
-                    *chunk_rows(self.shape, self.config, role, pp_rank=stage, trained=True)
-                )), self.shape, kind, place, self.cluster,
+                trained_rows(self.shape, self.config, role, stage),
+                self.shape, kind, place, self.cluster,
             )
             for stage in self.outer_stages
         )  # fmt: skip

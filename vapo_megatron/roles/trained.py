@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,22 @@ class UpdatesSkipped(FloatingPointError):
     """optimizer.max_skipped_updates consecutive updates were skipped; raised on every rank."""
 
 
+def wrap(model: list[Module], config: VapoConfig, role: Role) -> list[Any]:
+    """Wrap a role's chunks in DDP; an optimizer of matrices needs whole gradients."""
+    whole = config.optimizer.method(role) != "adamw"
+    return build_ddp(model, config.parallel, model[0].config, whole_gradients=whole)
+
+
+def optimizer_of(
+    chunks: list[Any], model: list[Module], shape: ModelShape, config: VapoConfig, ranks: Ranks,
+    role: Role,
+) -> Any:  # fmt: skip
+    """Build a role's optimizer of what `wrap` returns, which is told what its matrices are."""
+    has_matrices = config.optimizer.method(role) != "adamw"
+    weights = trained_weights(model, shape, ranks, role) if has_matrices else None
+    return build_optimizer(chunks, config.optimizer, role, weights, config.seed)
+
+
 class TrainedModel:
     """Gradient buffers and an optimizer for the parameters of a model that require a gradient."""
 
@@ -37,10 +54,8 @@ class TrainedModel:
         self, model: list[Module], shape: ModelShape, config: VapoConfig, ranks: Ranks, role: Role
     ) -> None:
         """Wrap the chunks of load_model; from here on they are moved by `placed` alone."""
-        has_matrices = config.optimizer.method(role) != "adamw"
-        chunks = build_ddp(model, config.parallel, model[0].config, whole_gradients=has_matrices)
-        weights = trained_weights(model, shape, ranks, role) if has_matrices else None
-        optimizer = build_optimizer(chunks, config.optimizer, role, weights, config.seed)
+        chunks = wrap(model, config, role)
+        optimizer = optimizer_of(chunks, model, shape, config, ranks, role)
         self.placed = PlacedModel(model, chunks, optimizer)
         self._ranks, self._role = ranks, role
         self._max_skipped = config.optimizer.max_skipped_updates

@@ -1,8 +1,8 @@
 """Which parameters are matrices to Dion and Muon, and how their shards are made of them.
 
-All linear weights inside layers are; embeddings, the output layer, a value head, norms and biases
-are not. A fused parameter (query, key and value; gate and up) is several matrices, as Hugging Face
-has them.
+All linear weights inside layers are (Row.is_layer_matrix); embeddings, the output layer, a value
+head, norms and biases are not. A fused parameter (query, key and value; gate and up) is several
+matrices, as Hugging Face has them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,6 @@ from vapo_megatron.parallel.matrix_weights import Part, Weight
 from vapo_megatron.weights.holders import part_bounds, shard_axis, shard_dim
 from vapo_megatron.weights.layout import row_runs
 from vapo_megatron.weights.parameters import LocalParameter, local_parameters
-from vapo_megatron.weights.table import Row
-
-
-def is_matrix(row: Row, shape: ModelShape) -> bool:
-    """Is a row of the name table one or more matrices to Dion and Muon?"""
-    return row.is_in_layer and row.is_matrix(shape)
 
 
 def trained_weights(
@@ -42,7 +36,7 @@ def _described(
     one: LocalParameter, parameter: torch.nn.Parameter, shape: ModelShape, ranks: Ranks
 ) -> Weight:
     row, kind = one.row, one.row.kind
-    matrix = is_matrix(row, shape)
+    matrix = row.is_layer_matrix(shape)
     return Weight(
         parameter,
         name=" ".join(one.hf_names),

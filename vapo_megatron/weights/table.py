@@ -60,6 +60,10 @@ class Row:
         """Has it two dimensions, so that inputs are multiplied with it?"""
         return len(self.shapes(shape)[0]) == 2
 
+    def is_layer_matrix(self, shape: ModelShape) -> bool:
+        """Is it one or more matrices of a layer, as Dion, Muon and FP8 take them?"""
+        return self.is_in_layer and self.is_matrix(shape)
+
     def elements(self, shape: ModelShape) -> int:
         """Count the elements of its full HF tensors, in one layer."""
         return sum(map(math.prod, self.shapes(shape)))
