@@ -140,6 +140,7 @@ def name(layout: Layout) -> str:
         f"VPP{layout.vpp}" * (layout.vpp is not None),
         f"DP{layout.dp}" * (layout.dp > 1),
         f"CP{layout.cp}" * (layout.cp > 1),
+        f"EP{layout.ep}" * (layout.ep > 1),
         "SP" * layout.sp,
         "distributed" * layout.distributed,
         "overlap" * layout.overlap,

@@ -36,7 +36,8 @@ class References:
         """(HF directory, file of the expected gradients, problem) of a model.
 
         Variants: "tied" embeddings; "mha", as many key-value heads as heads; "bfloat16" weights;
-        "other observations".
+        "other observations"; "experts", "some experts", in whose second layer there are none and
+        whose chosen weights do not add up to 1.
         """
         key = f"{role}-{variant}"
         if key not in self._made:
@@ -47,6 +48,10 @@ class References:
         sizes = dict(hidden=64, heads=4, kv_heads=2, ffn=96, vocab=problem.VOCAB, num_layers=4)
         if variant == "mha":
             sizes["kv_heads"] = 4
+        if variant.endswith("experts"):
+            sizes |= {"family": "qwen3_moe", "seed": 1}
+        if variant == "some experts":
+            sizes["config"] = {"mlp_only_layers": [1], "norm_topk_prob": False}
         dtype = torch.bfloat16 if variant == "bfloat16" else torch.float32
         path = str(write_tiny_hf(directory, tied=variant == "tied", dtype=dtype, **sizes))
         _turn_faster(path)
@@ -55,6 +60,9 @@ class References:
         given = problem.make_problem()
         if variant == "other observations":
             given = problem.with_other_observations(given)
+        if variant.endswith("experts"):
+            # A tie would be decided by rounding: the reference has none, so routes must be equal.
+            assert float64.routing_margin(path, given) > 2e-5
         margin = 0.1 if variant == "bfloat16" else 1e-3
         if role == "actor":
             with torch.no_grad():

@@ -31,7 +31,7 @@ from tests.distributed.problem import (
     places,
     turns,
 )
-from tests.models.float64 import load_float64
+from tests.models.float64 import by_hf_name, load_float64, smallest_margin
 
 
 class Expected(NamedTuple):
@@ -79,7 +79,16 @@ def actor_reference(directory: str, problem: Problem) -> Reference:
         )
         gradients = _gradients([logprobs, entropy], [by_logprob, by_entropy], model)
         found[name] = Expected(loss, gradients)
-    return _reference(torch.stack([logprobs, entropy], -1), found, dict(model.named_parameters()))
+    parameters = by_hf_name(dict(model.named_parameters()))
+    return _reference(torch.stack([logprobs, entropy], -1), found, parameters)
+
+
+def routing_margin(directory: str, problem: Problem) -> float:
+    """See smallest_margin; of all the problem's tokens."""
+    model = load_float64(directory)
+    with torch.no_grad():
+        hidden_states(model, problem)
+    return smallest_margin(model)
 
 
 def load_critic(directory: str) -> Any:
@@ -106,7 +115,7 @@ def critic_reference(directory: str, problem: Problem) -> Reference:
         gradients = _gradients([values], [by_value], model)
         gradients["score.weight"] = gradients.pop("lm_head.weight")
         found[name] = Expected(loss, gradients)
-    parameters = dict(model.named_parameters())
+    parameters = by_hf_name(dict(model.named_parameters()))
     parameters["score.weight"] = parameters.pop("lm_head.weight")
     advantages = {unit: _advantages(values.tolist(), problem, unit) for unit in GAE}
     return _reference(values, found, parameters, advantages)
@@ -247,4 +256,4 @@ def _gradients(
         [torch.tensor(g, dtype=torch.float64) for g in by_output],
         retain_graph=True,
     )
-    return dict(zip(names, gradients))
+    return by_hf_name(dict(zip(names, gradients)))

@@ -52,6 +52,7 @@ class Layout(NamedTuple):
     recompute: str = "none"
     dtype: str = "float32"
     budget: int = PACKED
+    ep: int = 1
 
     @property
     def world_size(self) -> int:
@@ -158,6 +159,9 @@ def relative(found: Tensor, reference: Tensor, whole: Tensor | None = None) -> f
     whole: what found is a part of; None: the reference.
     """
     size = (reference if whole is None else whole).norm()
+    if size == 0:
+        # Of an expert that none of the loss's tokens chose.
+        return 0.0 if not found.any() else float("inf")
     error = float((found.double() - reference).norm() / size)
     return error if error == error else float("inf")
 

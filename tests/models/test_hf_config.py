@@ -22,7 +22,8 @@ from tests.models.built import write_hf
 from tests.models.qwen25 import COUNTS, SHAPES, config_json
 from vapo_megatron.config import ParallelConfig
 from vapo_megatron.errors import ConfigError
-from vapo_megatron.models.hf_config import check_layout, padded_vocab_size, read_model_shape
+from vapo_megatron.models.hf_config import padded_vocab_size, read_model_shape
+from vapo_megatron.models.layout_rules import check_layout
 from vapo_megatron.weights.table import parameter_count
 
 
@@ -151,7 +152,7 @@ def test_refuses_by_name(subtests, tmp_path):
 
 
 OTHERS = (
-    "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "mistral",
+    "qwen2_moe", "qwen3_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "mistral",
     "mixtral", "gemma2", "gemma3", "llama4", "mllama", "phi3", "deepseek_v3", "gpt_oss", "Qwen2",
     ["qwen2"], 3, None,
 )  # fmt: skip
@@ -162,7 +163,9 @@ def test_other_families_are_refused_with_those_known(subtests, tmp_path):
         with subtests.test(name=name):
             with pytest.raises(ConfigError) as error:
                 shape_of(tmp_path, {"model_type": name})
-            assert f"model_type={name!r}: must be one of qwen2, qwen3, llama" in str(error.value)
+            assert f"model_type={name!r}: must be one of qwen2, qwen3, qwen3_moe, llama" in str(
+                error.value
+            )
 
 
 def test_refuses_what_is_no_directory_of_a_model(tmp_path):

@@ -83,6 +83,7 @@ def parallel_fields(layout: Any) -> dict[str, Any]:
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp,
         "context_parallel_size": getattr(layout, "cp", 1),
+        "expert_model_parallel_size": getattr(layout, "ep", 1),
         "sequence_parallel": layout.sp,
         "use_distributed_optimizer": layout.distributed,
         "overlap_grad_reduce": layout.overlap,

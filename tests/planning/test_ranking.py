@@ -8,8 +8,8 @@ from tests.planning.shapes import changed, make_config, small_shape
 from vapo_megatron.cli import plan_options
 from vapo_megatron.config import load_config
 from vapo_megatron.errors import ConfigError
-from vapo_megatron.models.hf_config import check_layout
 from vapo_megatron.models.known import known_shape
+from vapo_megatron.models.layout_rules import check_layout
 from vapo_megatron.planning import ranking
 from vapo_megatron.planning.ranking import Fixed
 

@@ -25,6 +25,7 @@ class Layout(NamedTuple):
     pp: int = 1
     vpp: int | None = None
     cp: int = 1
+    ep: int = 1
 
     @property
     def world_size(self) -> int:
@@ -54,6 +55,9 @@ def make_config(layout: Layout, overlap: bool = False, **model: Any) -> VapoConf
                 "pipeline_model_parallel_size": layout.pp,
                 "virtual_pipeline_model_parallel_size": layout.vpp,
                 "context_parallel_size": layout.cp,
+                "expert_model_parallel_size": layout.ep,
+                # Which ranks with a part of each expert's tokens need.
+                "sequence_parallel": layout.tp > 1 and layout.ep > 1,
                 "overlap_grad_reduce": overlap,
                 "overlap_param_gather": overlap,
             },

@@ -15,7 +15,8 @@ import torch
 from tests.weights.tiny_hf import write_tiny_hf
 from vapo_megatron.config import ParallelConfig
 from vapo_megatron.errors import ConfigError
-from vapo_megatron.models.hf_config import ModelShape, check_layout, read_model_shape
+from vapo_megatron.models.hf_config import ModelShape, read_model_shape
+from vapo_megatron.models.layout_rules import check_layout
 from vapo_megatron.weights import holders, layout
 from vapo_megatron.weights.parameters import local_parameters
 from vapo_megatron.weights.table import TABLE, hf_tensors, parameter_count

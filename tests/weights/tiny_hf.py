@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,6 +26,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "architectures": ["Qwen3ForCausalLM"],
         "use_sliding_window": False,
         "attention_bias": False,
+    },
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "use_sliding_window": False,
+        "attention_bias": False,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
     },
     "llama": {
         "architectures": ["LlamaForCausalLM"],
@@ -59,6 +72,7 @@ def write_tiny_hf(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     num_files: int = 1,
+    config: Mapping[str, Any] = MappingProxyType({}),
 ) -> Path:
     """Write the directory, make it if needed, and return its path.
 
@@ -67,15 +81,17 @@ def write_tiny_hf(
         tied: tie_word_embeddings; there is no lm_head.weight then.
         head_dim: None: hidden // heads, the only one that vLLM's Qwen2 takes (32 or more on a CPU).
         num_files: more than one: sharded files with model.safetensors.index.json.
+        config: keys of config.json in place of FAMILIES's.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     head_dim = head_dim or hidden // heads
+    own = {**FAMILIES[family], **config}
     tensors = _tensors(
-        family, tied, num_layers, hidden, heads, kv_heads, head_dim, ffn, vocab, seed
+        family, tied, num_layers, hidden, heads, kv_heads, head_dim, ffn, vocab, seed, own
     )
     tensors = {name: t.to(dtype) for name, t in tensors.items()}
-    config: dict[str, Any] = {
+    tree: dict[str, Any] = {
         "model_type": family,
         "hidden_size": hidden,
         "intermediate_size": ffn,
@@ -93,11 +109,11 @@ def write_tiny_hf(
         "torch_dtype": str(dtype).removeprefix("torch."),
         "bos_token_id": 1,
         "eos_token_id": EOS,
-        **FAMILIES[family],
+        **own,
     }
     if family != "qwen2" or head_dim != hidden // heads:
-        config["head_dim"] = head_dim
-    (directory / "config.json").write_text(json.dumps(config, indent=2))
+        tree["head_dim"] = head_dim
+    (directory / "config.json").write_text(json.dumps(tree, indent=2))
     (directory / "generation_config.json").write_text(
         json.dumps({"bos_token_id": 1, "eos_token_id": [EOS]})
     )
@@ -141,6 +157,7 @@ def _tensors(
     ffn: int,
     vocab: int,
     seed: int,
+    config: Mapping[str, Any],
 ) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
 
@@ -160,12 +177,18 @@ def _tensors(
             tensors[p + f"self_attn.{name}_proj.weight"] = matrix(size * head_dim, hidden)
             if family == "qwen2":
                 tensors[p + f"self_attn.{name}_proj.bias"] = bias(size * head_dim)
-            if family == "qwen3" and name in "qk":
+            if family.startswith("qwen3") and name in "qk":
                 tensors[p + f"self_attn.{name}_norm.weight"] = norm(head_dim)
         tensors[p + "self_attn.o_proj.weight"] = matrix(hidden, heads * head_dim)
-        tensors[p + "mlp.gate_proj.weight"] = matrix(ffn, hidden)
-        tensors[p + "mlp.up_proj.weight"] = matrix(ffn, hidden)
-        tensors[p + "mlp.down_proj.weight"] = matrix(hidden, ffn)
+        networks, width = [p + "mlp."], ffn
+        if config.get("num_experts") and i not in config["mlp_only_layers"]:
+            networks = [f"{p}mlp.experts.{n}." for n in range(config["num_experts"])]
+            width = config["moe_intermediate_size"]
+            tensors[p + "mlp.gate.weight"] = matrix(len(networks), hidden)
+        for network in networks:
+            tensors[network + "gate_proj.weight"] = matrix(width, hidden)
+            tensors[network + "up_proj.weight"] = matrix(width, hidden)
+            tensors[network + "down_proj.weight"] = matrix(hidden, width)
         tensors[p + "input_layernorm.weight"] = norm()
         tensors[p + "post_attention_layernorm.weight"] = norm()
     tensors["model.norm.weight"] = norm()

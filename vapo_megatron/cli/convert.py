@@ -10,6 +10,7 @@ Weights stream through in blocks, so memory does not grow with the model, and ar
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -54,8 +55,12 @@ def _to_megatron(options: argparse.Namespace, bar: ProgressBar) -> Path:
     tp_size = options.tensor_model_parallel_size
     pp_size = options.pipeline_model_parallel_size
     vpp_size = options.virtual_pipeline_model_parallel_size
+    ep_size = options.expert_model_parallel_size
     settings = {
-        "parallel.world_size": tp_size * pp_size,
+        # As few ranks as have a place for each part.
+        "parallel.world_size": math.lcm(tp_size, ep_size) * pp_size,
+        "parallel.sequence_parallel": str(tp_size > 1).lower(),
+        "parallel.expert_model_parallel_size": ep_size,
         "parallel.tensor_model_parallel_size": tp_size,
         "parallel.pipeline_model_parallel_size": pp_size,
         "parallel.virtual_pipeline_model_parallel_size": vpp_size or "null",
@@ -103,6 +108,7 @@ def _parser() -> Parser:
         ("--tensor-model-parallel-size", 1, "ranks that share each layer's matrices"),
         ("--pipeline-model-parallel-size", 1, "ranks that share the layers"),
         ("--virtual-pipeline-model-parallel-size", None, "model chunks on each pipeline rank"),
+        ("--expert-model-parallel-size", 1, "ranks that share each layer's experts"),
         ("--make-vocab-size-divisible-by", 128,
          "pads the vocabulary to a multiple of this times the tensor-parallel size"),
     )  # fmt: skip

@@ -25,8 +25,9 @@ from vapo_megatron.cli.command import Parser, run
 from vapo_megatron.cli.plan_options import add_plan, add_reshard
 from vapo_megatron.config import ParallelConfig, VapoConfig, load_config
 from vapo_megatron.errors import ConfigError, UserError
-from vapo_megatron.models.hf_config import ModelShape, check_layout
+from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.models.known import shape_of
+from vapo_megatron.models.layout_rules import check_layout
 from vapo_megatron.planning import describe
 from vapo_megatron.planning import reshard as cost
 from vapo_megatron.planning.cluster import GB, GPUS, Cluster

@@ -33,6 +33,12 @@ class ParallelConfig(Section):
     context_parallel_size: int = field(
         1, "Context-parallel size (CP): ranks that share each sequence.", ge=1
     )
+    expert_model_parallel_size: int = field(
+        1,
+        "Expert-parallel size (EP): ranks that share the experts of each layer; they are those of "
+        "tensor, context and data parallelism, which otherwise hold all experts.",
+        ge=1,
+    )
     sequence_parallel: bool = field(
         False, "Shard activations outside the tensor-parallel regions along the sequence."
     )

@@ -43,6 +43,10 @@ class RolloutConfig(Section):
     tensor_model_parallel_size: int = _field(
         1, "Ranks per inference engine; the processes that sample make up that many engines.", ge=1
     )
+    expert_parallel: bool = _field(
+        False,
+        "An engine's ranks hold whole experts, each its own, in place of a slice of every one.",
+    )
     max_prompt_tokens: int = _field(
         2048, "Maximum prompt length; longer prompts are an error.", ge=1
     )

@@ -48,6 +48,13 @@ def _layout_rule(c: VapoConfig) -> str | None:
             f"tensor_model_parallel_size({tp}) * context_parallel_size({cp}) * "
             f"pipeline_model_parallel_size({pp}) = {tp * cp * pp}; change one of them"
         )
+    ranks = p.world_size // pp
+    if ranks % p.expert_model_parallel_size:
+        return (
+            f"parallel.expert_model_parallel_size={p.expert_model_parallel_size} must divide the "
+            f"{ranks} ranks of a pipeline stage, world_size={p.world_size} / "
+            f"pipeline_model_parallel_size={pp}; change one of them"
+        )
     if p.sequence_parallel and tp == 1:
         return (
             "parallel.sequence_parallel=true needs parallel.tensor_model_parallel_size > 1, "

@@ -34,13 +34,15 @@ from vapo_megatron.config import ModelConfig, ParallelConfig
 from vapo_megatron.config.phases import Role
 from vapo_megatron.models.attention import check_flash_attention, uses_flash_attention
 from vapo_megatron.models.context_attention import ContextShards
-from vapo_megatron.models.hf_config import ModelShape, check_layout, padded_vocab_size
+from vapo_megatron.models.experts import experts_config, mark_experts
+from vapo_megatron.models.hf_config import ModelShape, padded_vocab_size
 from vapo_megatron.models.layer_spec import (
     RotaryTable,
     block_spec,
     check_fp8,
     uses_transformer_engine,
 )
+from vapo_megatron.models.layout_rules import check_layout
 from vapo_megatron.models.rope import Rotary, rope_frequencies, softmax_scale
 from vapo_megatron.models.value_head import ValueHead
 from vapo_megatron.parallel.backend import check_launch_order
@@ -97,6 +99,7 @@ def transformer_config(
         # Packed batches vary in length; even a dense model must name a dispatcher that allows it.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
+        **experts_config(shape, parallel, on_gpu=on_gpu, transformer_engine=transformer_engine),
         # Only the interleaved schedule overlaps, and only unbatched sends.
         overlap_p2p_comm=virtual and not batched,
         batch_p2p_comm=batched,
@@ -186,8 +189,7 @@ def build_model(
     if where.type == "meta":
         assert not transformer_engine, "device=meta needs model.layer_spec=local"
         settings.perform_initialization = False
-        settings.use_cpu_initialization = True
-        settings.init_model_with_meta_device = True
+        settings.use_cpu_initialization = settings.init_model_with_meta_device = True
 
     frequencies = rope_frequencies(shape)
     shards = None if transformer_engine else _context_shards(shape, settings.params_dtype, ranks)
@@ -213,6 +215,7 @@ def build_model(
             rotary_base=shape.rope_theta,
             vp_stage=vp_stage,
         )
+        mark_experts(chunk)
         if transformer_engine:
             chunk.rotary_pos_emb = RotaryTable(shape.head_dim, frequencies.to(this_device()))
         if last and role == "actor":

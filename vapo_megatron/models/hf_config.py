@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from vapo_megatron.config import ModelConfig, ParallelConfig
+from vapo_megatron.config import ModelConfig
 from vapo_megatron.config.missing import missing_model
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models import hf_keys
@@ -34,6 +34,7 @@ class _Family:
     """transformers' defaults for keys that config.json lacks; null counts as given."""
     stem: str
     """What the names of its classes in transformers and vLLM begin with."""
+    has_experts: bool = False
 
 
 _FAMILIES = {
@@ -49,6 +50,22 @@ _FAMILIES = {
         defaults={"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768},
         stem="Qwen3",
     ),
+    "qwen3_moe": _Family(
+        qkv_bias=False,
+        qk_norm=True,
+        defaults={
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
+        stem="Qwen3Moe",
+        has_experts=True,
+    ),
     "llama": _Family(
         qkv_bias=False,
         qk_norm=False,
@@ -56,7 +73,8 @@ _FAMILIES = {
         stem="Llama",
     ),
 }
-"""By model_type: Qwen2 and Qwen2.5; dense Qwen3; Llama 3 (and 2, the same architecture)."""
+"""By model_type: Qwen2 and Qwen2.5; dense Qwen3; Qwen3 with experts; Llama 3 (and 2, the same
+architecture)."""
 
 _ROPE_KEYS = {
     "linear": {"factor"},
@@ -69,11 +87,29 @@ _ROPE_KEYS = {
 
 
 @dataclasses.dataclass(frozen=True)
+class Experts:
+    """A mixture of experts: feed-forward networks of which a router chooses a few for each token.
+
+    A token's output is the sum of its experts' outputs, weighted by the softmax of the router's
+    logits over all experts.
+    """
+
+    count: int
+    per_token: int
+    ffn_hidden_size: int
+    """Of one expert."""
+    normalized: bool
+    """A token's weights are divided by their sum, so that they add up to 1."""
+    layers: tuple[int, ...]
+    """Numbers of the layers that have experts, from 0; the others are dense."""
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelShape:
     """The architecture of a decoder-only transformer."""
 
     family: str
-    """model_type of config.json: "qwen2" (Qwen2 and Qwen2.5), "qwen3" or "llama"."""
+    """model_type of config.json: "qwen2" (Qwen2 and Qwen2.5), "qwen3", "qwen3_moe" or "llama"."""
     hidden_size: int
     num_layers: int
     num_attention_heads: int
@@ -91,6 +127,18 @@ class ModelShape:
     qkv_bias: bool
     qk_norm: bool
     initializer_range: float
+    experts: Experts | None = None
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers with experts."""
+        return () if self.experts is None else self.experts.layers
+
+    @property
+    def dense_layers(self) -> tuple[int, ...] | range:
+        """Numbers of the layers with one feed-forward network."""
+        found = range(self.num_layers)
+        return found if self.experts is None else tuple(sorted({*found} - {*self.experts.layers}))
 
 
 def read_model_shape(hf_path: str | Path, field: str = "model.hf_path") -> ModelShape:
@@ -163,7 +211,7 @@ class _Reader:
     def error(self, key: str, value: Any, rule: str) -> ConfigError:
         """Build the error for one key."""
         return ConfigError(
-            f"{self.file}: {key}={value!r}: {rule}; use a Qwen2, Qwen2.5, dense Qwen3 or Llama 3"
+            f"{self.file}: {key}={value!r}: {rule}; use a Qwen2, Qwen2.5, Qwen3 or Llama 3"
         )
 
 
@@ -204,7 +252,30 @@ def _shape(reader: _Reader) -> ModelShape:
         ),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
+        experts=_experts(reader) if family.has_experts else None,
     )
+
+
+def _experts(reader: _Reader) -> Experts:
+    # transformers writes the number by either name.
+    number = "num_local_experts" if reader.get("num_local_experts") else "num_experts"
+    count, chosen = reader.size(number), reader.size("num_experts_per_tok")
+    if chosen > count:
+        raise reader.error("num_experts_per_tok", chosen, f"must be at most {number}={count}")
+    normalized = reader.get("norm_topk_prob")
+    if not isinstance(normalized, bool):
+        raise reader.error("norm_topk_prob", normalized, "must be true or false")
+    dense, every = reader.get("mlp_only_layers"), reader.size("decoder_sparse_step")
+    if not isinstance(dense, list):
+        raise reader.error("mlp_only_layers", dense, "must be a list of layers' numbers")
+    layers = range(every - 1, reader.size("num_hidden_layers"), every)
+    found = tuple(layer for layer in layers if layer not in dense)
+    if not found:
+        raise reader.error(
+            "mlp_only_layers", dense,
+            f"with decoder_sparse_step={every} leaves no layer with experts",
+        )  # fmt: skip
+    return Experts(count, chosen, reader.size("moe_intermediate_size"), normalized, found)
 
 
 def _check_supported(reader: _Reader, name: str, family: _Family) -> None:
@@ -265,54 +336,3 @@ def padded_vocab_size(shape: ModelShape, make_divisible_by: int, tp_size: int) -
     """Round the vocabulary up to a multiple of make_divisible_by * tp_size rows."""
     multiple = make_divisible_by * tp_size
     return -(-shape.vocab_size // multiple) * multiple
-
-
-def check_layout(shape: ModelShape, parallel: ParallelConfig) -> None:
-    """Refuse a layout that does not divide the model.
-
-    Raises:
-        ConfigError: names the field, its value, and what the model's config.json says.
-    """
-    tp_size = parallel.tensor_model_parallel_size
-    stages = parallel.pipeline_model_parallel_size
-    chunks = stages * (parallel.virtual_pipeline_model_parallel_size or 1)
-    heads, groups = shape.num_attention_heads, shape.num_key_value_heads
-    rows = (heads + 2 * groups) * shape.head_dim
-    # megatron-core gives each rank whole key-value heads, or cuts each head's query, key and value
-    # rows evenly over the ranks that share it, even within a head.
-    for is_possible, rule in (
-        (heads % tp_size == 0, f"must divide the model's num_attention_heads={heads}; lower"),
-        (
-            shape.ffn_hidden_size % tp_size == 0,
-            f"must divide the model's intermediate_size={shape.ffn_hidden_size}; lower",
-        ),
-        (
-            groups % tp_size == 0 or tp_size % groups == 0,
-            f"must be a divisor or a multiple of the model's num_key_value_heads={groups}; change",
-        ),
-        (
-            rows % tp_size == 0,
-            f"must divide the model's {rows} query, key and value rows, (num_attention_heads="
-            f"{heads} + 2 * num_key_value_heads={groups}) * head_dim={shape.head_dim}; lower",
-        ),
-    ):
-        if not is_possible:
-            raise ConfigError(
-                f"parallel.tensor_model_parallel_size={tp_size} {rule} it, and use "
-                "pipeline_model_parallel_size instead"
-            )
-    if shape.num_layers % chunks:
-        raise ConfigError(
-            f"parallel.pipeline_model_parallel_size={stages} times "
-            f"virtual_pipeline_model_parallel_size={chunks // stages} must divide the model's "
-            f"num_hidden_layers={shape.num_layers}; change one of them"
-        )
-    units, method = parallel.recompute_num_layers, parallel.recompute_method
-    of_chunk = shape.num_layers // chunks
-    if of_chunk % units if method == "uniform" else of_chunk < units:
-        rule = "divide" if method == "uniform" else "not exceed"
-        raise ConfigError(
-            f"parallel.recompute_num_layers={units} must {rule} the {of_chunk} layers of a model "
-            f"chunk (num_hidden_layers={shape.num_layers} over {chunks} chunks) with "
-            f"recompute_method={method}; change it"
-        )

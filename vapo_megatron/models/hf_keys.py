@@ -19,6 +19,14 @@ OBEYED = frozenset({
 })  # fmt: skip
 """The trainer computes with these, or hf_config.py and sampled.py have rules of their own."""
 
+OBEYED_OF: dict[str, frozenset[str]] = {
+    "qwen3_moe": frozenset({
+        "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
+        "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers",
+    }),
+}  # fmt: skip
+"""By model_type, beside OBEYED; other families must not have them."""
+
 LENGTHS = (
     "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length",
     "max_target_positions", "max_sequence_length", "max_seq_length", "seq_len",
@@ -78,6 +86,13 @@ ONLY_OF: dict[str, dict[str, tuple[Any, ...]]] = {
     # Its biases are always there.
     "qwen2": {},
     "qwen3": {"attention_bias": _OFF},
+    "qwen3_moe": {
+        "attention_bias": _OFF,
+        # Of each forward pass by itself, so that it would depend on how a mini-batch is cut.
+        "output_router_logits": _OFF,
+        "n_shared_experts": _NONE_OF_THEM,
+        "shared_expert_intermediate_size": _NONE_OF_THEM,
+    },
     "llama": {
         "attention_bias": _OFF, "bias": _OFF, "qkv_bias": _OFF, "mlp_bias": _OFF,
         # transformers has no sliding window in Llama, but vLLM would take one.
@@ -97,6 +112,8 @@ INERT = frozenset({
     # Matter only to models that pool, and never generate.
     "matryoshka_dimensions", "is_matryoshka", "use_pad_token", "use_sep_token", "embedding_size",
     "position_embedding_type",
+    # Of an auxiliary loss that output_router_logits alone switches on.
+    "router_aux_loss_coef",
 })  # fmt: skip
 """Read by vLLM or transformers, and without a meaning for these families."""
 
@@ -123,6 +140,12 @@ _UNQUANTIZED = (
 _ONE_SIDED = "only then vLLM, transformers and the trainer compute the same"
 
 
+def only_of(family: str) -> dict[str, tuple[Any, ...]]:
+    """Return the accepted values of the keys that a family must not set otherwise."""
+    obeyed = OBEYED_OF.get(family, frozenset())
+    return {key: values for key, values in (ONLY | ONLY_OF[family]).items() if key not in obeyed}
+
+
 def refused(family: str, tree: Mapping[str, Any]) -> tuple[str, Any, str] | None:
     """Return the first key that something else than the trainer obeys.
 
@@ -133,7 +156,7 @@ def refused(family: str, tree: Mapping[str, Any]) -> tuple[str, Any, str] | None
     Returns:
         (key, value, the rule); None: there is none.
     """
-    for key, accepted in (ONLY | ONLY_OF[family]).items():
+    for key, accepted in only_of(family).items():
         if key not in tree or any(_equal(tree[key], value) for value in accepted):
             continue
         named = ", ".join("null" if v is None else repr(v) for v in accepted) or "no value"

@@ -21,6 +21,7 @@ import torch
 from megatron.core.extensions import transformer_engine as extension
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
@@ -30,6 +31,7 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import is_te_min_version
 from torch import Tensor
 
@@ -37,6 +39,7 @@ from vapo_megatron.config import ModelConfig
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.attention import PackedAttention
 from vapo_megatron.models.context_attention import ContextShards
+from vapo_megatron.models.experts import prepare_experts
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.models.rope import Rotary
 from vapo_megatron.parallel.minibatches import FP8_MULTIPLE
@@ -112,6 +115,11 @@ def check_fp8(shape: ModelShape, model: ModelConfig, tp_size: int) -> None:
     """
     if model.fp8 is None:
         return
+    if shape.experts is not None:
+        raise ConfigError(
+            f"model.fp8={model.fp8} is not supported with experts, whose tokens would have to be "
+            "padded for it; set model.fp8=null"
+        )
     heads, groups = shape.num_attention_heads, shape.num_key_value_heads
     # Rows and columns of a rank's matrices: each is the inner dimension of some product.
     widths = {
@@ -157,14 +165,34 @@ def block_spec(
         transformer_engine: from uses_transformer_engine.
         vp_stage: which chunk; None without a virtual pipeline.
     """
+    has_experts: Any = config.num_moe_experts and config.moe_layer_freq
+    if transformer_engine and has_experts:
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     if transformer_engine:
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
-    layer.submodules.input_layernorm = RMSNorm
-    layer.submodules.pre_mlp_layernorm = RMSNorm
-    attention = layer.submodules.self_attention.submodules
-    attention.core_attention = functools.partial(PackedAttention, rotary=rotary, shards=shards)
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+
+    def layer(num_experts: int | None) -> ModuleSpec:
+        spec = get_gpt_layer_local_spec(
+            normalization="RMSNorm", qk_layernorm=config.qk_layernorm, num_experts=num_experts
+        )
+        spec.submodules.input_layernorm = RMSNorm
+        spec.submodules.pre_mlp_layernorm = RMSNorm
+        if num_experts is not None:
+            # Transformer Engine's layers keep this norm's name in checkpoints: see table.py.
+            names = spec.submodules.sharded_state_dict_keys_map
+            names = {key: name for key, name in names.items() if not key.startswith("pre_mlp_")}
+            spec.submodules.sharded_state_dict_keys_map = names
+        attention = spec.submodules.self_attention.submodules
+        attention.core_attention = functools.partial(PackedAttention, rotary=rotary, shards=shards)
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+        return spec
+
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
+    layers = [layer(None)] * count
+    if has_experts:
+        prepare_experts()
+        first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+        sparse = layer(config.num_moe_experts)
+        layers = [sparse if has_experts[first + i] else layers[i] for i in range(count)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)

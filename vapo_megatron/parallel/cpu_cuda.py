@@ -6,6 +6,7 @@ here. Everything else is looked up in the real `torch.cuda`, which reports that 
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,22 @@ def synchronize(*_: Any, **__: Any) -> None:
 def current_stream(device: Any = None) -> torch.cpu.Stream:
     """The CPU's only stream; megatron-core 0.19 has it wait for events that only a GPU has."""
     return torch.cpu.current_stream()
+
+
+class Stream(torch.cpu.Stream):
+    """Of the CPU, which works in order; the dispatcher of experts' tokens copies on one."""
+
+    def record_event(self) -> Stream:
+        """Return what can be waited for."""
+        return self
+
+    def synchronize(self) -> None:
+        """Nothing is in flight."""
+
+
+def stream(wanted: Any) -> contextlib.AbstractContextManager[None]:
+    """Work on the only stream."""
+    return contextlib.nullcontext()
 
 
 def manual_seed(seed: int) -> None:

@@ -32,10 +32,14 @@ AXES: dict[str, Callable[[], ProcessGroup]] = {
     "dp": parallel_state.get_data_parallel_group,
     "cp": parallel_state.get_context_parallel_group,
     "replica": partial(parallel_state.get_data_parallel_group, with_context_parallel=True),
+    "ep": parallel_state.get_expert_model_parallel_group,
+    "etp": parallel_state.get_expert_tensor_parallel_group,
+    "edp": parallel_state.get_expert_data_parallel_group,
 }
 """Which of megatron-core's groups each axis is. On "replica", CP x DP, are the ranks with the same
 parameters, which reduce gradients and share the optimizer; replica_rank is cp_rank + cp_size *
-dp_rank."""
+dp_rank. On "ep" are those with different experts, on "edp" those with the same ones, on "etp" this
+rank alone: experts are not cut."""
 
 
 class Axis(NamedTuple):
@@ -74,6 +78,9 @@ class Ranks:
     dp_size, dp_rank, dp_group = _served("dp")
     cp_size, cp_rank, cp_group = _served("cp")
     replica_size, replica_rank, replica_group = _served("replica")
+    ep_size, ep_rank, ep_group = _served("ep")
+    etp_size, etp_rank, etp_group = _served("etp")
+    edp_size, edp_rank, edp_group = _served("edp")
 
     @property
     def is_first_stage(self) -> bool:
@@ -113,6 +120,8 @@ def initialize(parallel: ParallelConfig, seed: int = 0) -> Ranks:
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=vpp_size if vpp_size > 1 else None,
         context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=1,
         distributed_timeout_minutes=math.ceil(parallel.timeout_seconds / 60),
     )
     model_parallel_cuda_manual_seed(seed)

@@ -144,7 +144,7 @@ def phase_memory(
     """Predict each phase's peak on a GPU of one pipeline stage.
 
     Args:
-        shape: the model; hf_config.check_layout has accepted the layout.
+        shape: the model; layout_rules.check_layout has accepted the layout.
         config: model, parallel, rollout and algorithm are used.
         gpu_bytes: memory of the GPU, of which vLLM takes its share.
         pp_rank: pipeline stage; all its GPUs hold the same amount.

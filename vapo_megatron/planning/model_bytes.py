@@ -29,8 +29,9 @@ from typing import NamedTuple
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.config.phases import Role
 from vapo_megatron.errors import ConfigError
-from vapo_megatron.models.hf_config import ModelShape, check_layout, padded_vocab_size
+from vapo_megatron.models.hf_config import ModelShape, padded_vocab_size
 from vapo_megatron.models.known import shape_of
+from vapo_megatron.models.layout_rules import check_layout
 from vapo_megatron.planning import matrices
 from vapo_megatron.weights.holders import TrainerLayout, layout_of, shard_elements
 from vapo_megatron.weights.reshard.vllm_layout import engine_elements

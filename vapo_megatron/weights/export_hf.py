@@ -1,9 +1,10 @@
 """Writes an HF directory from Megatron shards, one parameter at a time.
 
-Before: every rank holds its shards. During: the ranks of the first data-parallel replica send each
-parameter to their stage's leader (tensor-parallel rank 0), which appends it to its own safetensors
-file; no rank holds more than one full parameter. After: the directory is complete, or not there at
-all. Every rank must call; the leaders must share the directory's file system.
+Before: every rank holds its shards. During: the ranks of the first data-parallel replica, and the
+first ranks that hold each expert, send each parameter to their stage's leader, its first rank,
+which appends it to its own safetensors file; no rank holds more than one full parameter, or as many
+experts as there are expert-parallel ranks. After: the directory is complete, or not there at all.
+Every rank must call; the leaders must share the directory's file system.
 """
 
 from __future__ import annotations
@@ -34,9 +35,15 @@ from vapo_megatron.weights.hf_directory import (
     write_index,
     write_safetensors,
 )
-from vapo_megatron.weights.holders import shard_axis, shard_dim
+from vapo_megatron.weights.holders import HOLDERS, shard_dim
 from vapo_megatron.weights.parameters import LocalParameter, local_parameters, unwrap
-from vapo_megatron.weights.table import VALUE_HEAD, VALUE_HEAD_BIAS, parameter_count
+from vapo_megatron.weights.table import (
+    VALUE_HEAD,
+    VALUE_HEAD_BIAS,
+    Row,
+    parameter_count,
+    shift_expert,
+)
 
 if TYPE_CHECKING:
     from vapo_megatron.models.hf_config import ModelShape
@@ -113,13 +120,13 @@ def _export(
     bias = None
     if role == "critic":
         bias = _value_bias(chunks[-1], architecture(read_config(source), shape.family, role))
-    planned = [(p, _tensors_of(p, shape, bias is not None)) for p in parameters]
+    planned = [(p, _tensors_of(p, shape, ranks, bias is not None)) for p in parameters]
     mine = divide(planned, lambda item: sum(t.num_bytes for t in item[1]), max_file_bytes)
     files, first = _all_files(mine, ranks)
     paths = [partial / name for name in list(files)[first : first + len(mine)]]
 
     def write() -> None:
-        if ranks.replica_rank == 0:
+        if ranks.replica_rank == 0 or ranks.edp_rank == 0:
             _write_stage(mine, paths, shape, ranks, bias)
 
     def finish() -> None:
@@ -138,15 +145,29 @@ def _value_bias(last_chunk: torch.nn.Module, class_name: str) -> Tensor | None:
     return bias
 
 
-def _tensors_of(parameter: LocalParameter, shape: ModelShape, with_bias: bool) -> list[TensorPlan]:
-    dtype = parameter.data.dtype
-    sizes = parameter.row.shapes(shape)
+def _tensors_of(
+    parameter: LocalParameter, shape: ModelShape, ranks: Ranks, with_bias: bool
+) -> list[TensorPlan]:
+    """Return what _gather yields of a parameter."""
+    row, dtype = parameter.row, parameter.data.dtype
     tensors = [
-        TensorPlan(name, size, dtype) for name, size in zip(parameter.hf_names, sizes, strict=True)
+        TensorPlan(shift_expert(name, shift), size, dtype)
+        for shift in _shifts(row, shape, ranks)
+        for name, size in zip(parameter.hf_names, row.shapes(shape), strict=True)
     ]
     if parameter.hf_names == (VALUE_HEAD,) and with_bias:
         tensors.append(TensorPlan(VALUE_HEAD_BIAS, (1,), dtype))
     return tensors
+
+
+def _shifts(row: Row, shape: ModelShape, ranks: Ranks) -> list[int]:
+    """Return what is added to an expert's number on each rank of its axis; [0] of all else."""
+    spread = HOLDERS[row.holder].spread
+    if spread is None or shape.experts is None:
+        return [0]
+    axis = ranks.axes[spread]
+    count = shape.experts.count // axis.size
+    return [(rank - axis.rank) * count for rank in range(axis.size)]
 
 
 def _all_files(mine: list[list[_Planned]], ranks: Ranks) -> tuple[dict[str, list[TensorPlan]], int]:
@@ -171,7 +192,7 @@ def _write_stage(
     problem: OSError | None = None
     for file, path in zip(files, paths, strict=True):
         tensors = (t for p, _ in file for t in _gather(p, shape, ranks, bias))
-        if ranks.tp_rank == 0:
+        if ranks.tp_rank == 0 and ranks.replica_rank == 0:
             try:
                 write_safetensors(path, [t for _, plans in file for t in plans], tensors)
             except OSError as error:
@@ -186,20 +207,25 @@ def _write_stage(
 def _gather(
     parameter: LocalParameter, shape: ModelShape, ranks: Ranks, bias: Tensor | None
 ) -> Iterator[Tensor]:
-    """Yield the full HF tensors of one parameter on tensor-parallel rank 0, nothing elsewhere."""
-    shard, kind = parameter.data.contiguous(), parameter.row.kind
+    """Yield the full HF tensors of one parameter on the stage's first rank, nothing elsewhere."""
+    shard, row = parameter.data.contiguous(), parameter.row
+    cut, spread = HOLDERS[row.holder]
+    holders = ranks.replica_rank if spread is None else ranks.edp_rank
+    if holders > 0:
+        return
     shards = [shard]
-    axis = shard_axis(parameter.row, ranks)
-    if axis.size > 1 and shard_dim(kind) is not None:
+    axis = ranks.axes[spread or cut]
+    if axis.size > 1 and (spread or shard_dim(row.kind) is not None):
         shards = [torch.empty_like(shard) for _ in range(axis.size)] if axis.rank == 0 else []
         dist.gather(shard, shards or None, group=axis.group, group_dst=0)
     if axis.rank == 0:
-        yield from layout.join(
-            kind,
-            shards,
-            num_groups=shape.num_key_value_heads,
-            head_dim=shape.head_dim,
-            num_rows=shape.vocab_size,
-        )
+        for whole in [[one] for one in shards] if spread else [shards]:
+            yield from layout.join(
+                row.kind,
+                whole,
+                num_groups=shape.num_key_value_heads,
+                head_dim=shape.head_dim,
+                num_rows=shape.vocab_size,
+            )
         if parameter.hf_names == (VALUE_HEAD,) and bias is not None:
             yield bias.to(shard.dtype)

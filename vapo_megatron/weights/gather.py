@@ -25,7 +25,7 @@ from vapo_megatron.parallel.gradient_buffers import complete_gradients, wait_for
 from vapo_megatron.weights import layout
 from vapo_megatron.weights.holders import HOLDERS
 from vapo_megatron.weights.parameters import LocalParameter, local_parameters, unwrap
-from vapo_megatron.weights.table import Kind, hf_tensors
+from vapo_megatron.weights.table import Kind, hf_tensors, shift_expert
 
 if TYPE_CHECKING:
     from vapo_megatron.models.hf_config import ModelShape
@@ -43,11 +43,17 @@ class _Shard:
     shape: tuple[int, ...]
     dtype: torch.dtype
     axis: str = "tp"
-    """Of the ranks that hold the other shards."""
+    """Of the ranks that hold the other shards or, where they hold other experts, those."""
+    num_experts: int = 0
+    """Which each of these holds; 0: they hold shards of the same parameter."""
 
     @property
     def num_elements(self) -> int:
         return torch.Size(self.shape).numel()
+
+    def names(self, rank: int, own_rank: int) -> list[str]:
+        """Return its names on another rank of its axis."""
+        return [shift_expert(name, (rank - own_rank) * self.num_experts) for name in self.hf_names]
 
 
 def gather_hf_tensors(
@@ -75,30 +81,41 @@ def gather_hf_tensors(
     """
     wait_for_parameters(chunks)
     parameters = [p for p in local_parameters(chunks, shape, role) if not p.row.is_copy]
-    mine = [_described(p) for p in parameters]
+    mine = [_described(p, shape, ranks) for p in parameters]
     stages = _all_stages(mine, ranks)
-    found = sorted(name for stage in stages for shard in stage for name in shard.hf_names)
+    found = sorted(
+        name
+        for stage in stages
+        for shard in stage
+        for rank in (range(ranks.ep_size) if shard.num_experts else [ranks.ep_rank])
+        for name in shard.names(rank, ranks.ep_rank)
+    )
     assert found == sorted(hf_tensors(shape, role)), "the stages do not add up to the model"
     for stage, shards in enumerate(stages):
-        for start, stop in _buckets(shards, bucket_bytes // ranks.tp_size):
+        for start, stop in _buckets(shards, bucket_bytes // max(ranks.tp_size, ranks.ep_size)):
             bucket = shards[start:stop]
             local = [p.data for p in parameters[start:stop]] if stage == ranks.pp_rank else []
             per_rank = _gather(bucket, local, stage, ranks, parameters[0].data.device)
             for shard, parts in zip(bucket, zip(*per_rank, strict=True), strict=True):
-                full = layout.join(
-                    shard.kind,
-                    parts,
-                    num_groups=shape.num_key_value_heads,
-                    head_dim=shape.head_dim,
-                    num_rows=shape.vocab_size,
-                )
-                yield from zip(shard.hf_names, full, strict=True)
+                # Each expert is whole on its rank.
+                wholes = [[part] for part in parts] if shard.num_experts else [parts]
+                for rank, whole in enumerate(wholes):
+                    full = layout.join(
+                        shard.kind,
+                        whole,
+                        num_groups=shape.num_key_value_heads,
+                        head_dim=shape.head_dim,
+                        num_rows=shape.vocab_size,
+                    )
+                    yield from zip(shard.names(rank, ranks.ep_rank), full, strict=True)
 
 
-def _described(parameter: LocalParameter) -> _Shard:
+def _described(parameter: LocalParameter, shape: ModelShape, ranks: Ranks) -> _Shard:
     row, data = parameter.row, parameter.data
-    axis = HOLDERS[row.holder]
-    return _Shard(parameter.hf_names, row.kind, tuple(data.shape), data.dtype, axis)
+    cut, spread = HOLDERS[row.holder]
+    experts = shape.experts.count // ranks.ep_size if spread and shape.experts else 0
+    names = parameter.hf_names
+    return _Shard(names, row.kind, tuple(data.shape), data.dtype, spread or cut, experts)
 
 
 def _all_stages(mine: list[_Shard], ranks: Ranks) -> list[list[_Shard]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,9 +20,26 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """The types that weights may have, by safetensors' names."""
 
 
+_PACKED = {
+    # Newer checkpoints hold a layer's experts in one tensor, an expert's gate above its up.
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "down_proj": ("down_proj",),
+}
+
+
+class _Part(NamedTuple):
+    """One expert's matrix in a tensor of all experts, [experts, rows, columns]."""
+
+    stored: str
+    expert: int
+    first_row: int
+    num_rows: int
+
+
 class HfReader:
     """Reads slices of an HF directory's tensors on demand.
 
+    Experts that are packed into one tensor are read by the names that each would have alone.
     `bytes_read` counts the bytes of the slices returned so far.
     """
 
@@ -33,6 +50,8 @@ class HfReader:
         self._open: dict[str, Any] = {}
         self._slices: dict[str, Any] = {}
         self._plain: dict[str, tuple[BinaryIO, dict[str, int]]] = {}
+        self._parts: dict[str, _Part] = {}
+        self._packed_in: dict[str, str] = {}
         if (self.directory / INDEX_FILE).is_file():
             self._file_of = _read_index(self.directory / INDEX_FILE)
         elif (self.directory / SINGLE_FILE).is_file():
@@ -42,6 +61,25 @@ class HfReader:
                 f"{self.directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}; give a directory "
                 "saved by save_pretrained (pickled .bin files are not read)"
             )
+        for name in list(self._file_of):
+            self._unpack(name)
+
+    def _unpack(self, name: str) -> None:
+        """Replace a tensor of all experts by the names of their matrices."""
+        head, _, tail = name.partition(".experts.")
+        if tail not in _PACKED:
+            return
+        size = self._slice(name).get_shape()
+        parts = _PACKED[tail]
+        if len(size) != 3 or size[1] % len(parts):
+            return
+        file, rows = self._file_of.pop(name), size[1] // len(parts)
+        self._packed_in[name] = file
+        for expert in range(size[0]):
+            for i, part in enumerate(parts):
+                own = f"{head}.experts.{expert}.{part}.weight"
+                self._file_of[own] = file
+                self._parts[own] = _Part(name, expert, i * rows, rows)
 
     def names(self) -> list[str]:
         """Return the names of all tensors."""
@@ -49,22 +87,32 @@ class HfReader:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the full shape of a tensor, from its file's header."""
+        part = self._parts.get(name)
+        if part is not None:
+            return part.num_rows, self._slice(part.stored).get_shape()[2]
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
         """Return the type as safetensors writes it: F32, BF16, F16, I64, ..."""
-        return str(self._slice(name).get_dtype())
+        part = self._parts.get(name)
+        return str(self._slice(name if part is None else part.stored).get_dtype())
 
     def read(self, name: str, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
         """Return the part [start, stop) of a tensor along dim, on the CPU; all of it by default."""
-        source = self._slice(name)
-        size = list(source.get_shape())
+        size = list(self.shape(name))
         stop = size[dim] if stop is None else stop
         if start == stop:
             # safetensors refuses empty slices.
             size[dim] = 0
             return torch.empty(size, dtype=DTYPES[self.dtype(name)])
-        part = source[(slice(None),) * dim + (slice(start, stop),)]
+        bounds = [slice(0, length) for length in size]
+        bounds[dim] = slice(start, stop)
+        packed = self._parts.get(name)
+        if packed is None:
+            part = self._slice(name)[tuple(bounds)]
+        else:
+            rows = slice(packed.first_row + bounds[0].start, packed.first_row + bounds[0].stop)
+            part = self._slice(packed.stored)[packed.expert, rows, bounds[1]]
         self.bytes_read += part.numel() * part.element_size()
         return part
 
@@ -97,7 +145,11 @@ class HfReader:
         """Return a tensor's file, the offset of the row in it, and the bytes of a row."""
         file, begins = self._plain_file(self._file_of[name])
         row_bytes = math.prod(self.shape(name)[1:]) * DTYPES[self.dtype(name)].itemsize
-        return file, begins[name] + row * row_bytes, row_bytes
+        packed, stored = self._parts.get(name), name
+        if packed is not None:
+            stored = packed.stored
+            row += packed.expert * self._slice(stored).get_shape()[1] + packed.first_row
+        return file, begins[stored] + row * row_bytes, row_bytes
 
     def _plain_file(self, name: str) -> tuple[BinaryIO, dict[str, int]]:
         """Return a file and the offset of each of its tensors."""
@@ -113,7 +165,7 @@ class HfReader:
 
     def _slice(self, name: str) -> Any:
         if name not in self._slices:
-            file = self._file_of[name]
+            file = self._packed_in.get(name) or self._file_of[name]
             try:
                 self._slices[name] = self._handle(file).get_slice(name)
             except SafetensorError as error:

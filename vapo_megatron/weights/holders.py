@@ -1,9 +1,11 @@
 """Which ranks hold which slice of a parameter.
 
-A row of the name table names its holders. `HOLDERS` has the axis of parallel/groups.py along which
-such a parameter is cut; `part_bounds` is what a shard has of each HF tensor, along
-`shard_dim`; `TrainerLayout` numbers ranks, stages and layers. Ranks are numbered tensor parallel
-fastest, then data parallel, then pipeline. Imports neither torch nor process groups.
+A row of the name table names its holders. `HOLDERS` has the axes of parallel/groups.py along which
+such a parameter is cut, and over which other parameters of its kind are spread; `part_bounds` is
+what a shard has of each HF tensor, along `shard_dim`; `TrainerLayout` numbers ranks, stages and
+layers. Ranks are numbered tensor parallel fastest, then data parallel, then pipeline. The first EP
+ranks of a stage hold its experts, each as many, and so do the next EP ranks. Imports neither torch
+nor process groups.
 """
 
 from __future__ import annotations
@@ -11,10 +13,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vapo_megatron.models.hf_config import padded_vocab_size
-from vapo_megatron.weights.table import EMBEDDING, Holder, Kind, Row
+from vapo_megatron.weights.table import EMBEDDING, Holder, Kind, Row, shift_expert
 
 if TYPE_CHECKING:
     from vapo_megatron.config import ParallelConfig
@@ -25,13 +27,27 @@ LayerRange = tuple[int, int]
 """[first, stop) of consecutive layers, numbered from 0 in the whole model."""
 
 
-HOLDERS: dict[Holder, str] = {"dense": "tp"}
-"""The axis of parallel/groups.py whose ranks hold different slices of such a parameter."""
+class Axes(NamedTuple):
+    """Names of axes of parallel/groups.py."""
+
+    cut: str
+    """Its ranks hold different slices of such a parameter."""
+    spread: str | None = None
+    """Its ranks hold different parameters; None: the same."""
+
+
+HOLDERS: dict[Holder, Axes] = {"dense": Axes("tp"), "expert": Axes("etp", "ep")}
+"""Experts are not cut: "etp" has one rank."""
 
 
 def shard_axis(row: Row, ranks: Ranks) -> Axis:
     """Return a rank's place among those that hold the slices of a row."""
-    return ranks.axes[HOLDERS[row.holder]]
+    return ranks.axes[HOLDERS[row.holder].cut]
+
+
+def num_shards(row: Row, tp_size: int) -> int:
+    """Return into how many slices a row may be cut."""
+    return tp_size if HOLDERS[row.holder].spread is None else 1
 
 
 def shard_dim(kind: Kind) -> int | None:
@@ -122,6 +138,14 @@ def _qkv_bounds(
     return list(zip(rows_before(start), rows_before(stop), strict=True))
 
 
+class Member(NamedTuple):
+    """The ranks at one place of an axis."""
+
+    axis: str
+    """tp or ep"""
+    rank: int
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainerLayout:
     """Where megatron-core keeps the model's parameters."""
@@ -135,6 +159,9 @@ class TrainerLayout:
     """Of the padded vocabulary, over all tensor-parallel ranks."""
     transformer_engine: bool = False
     """Which of the table's two names a parameter has."""
+    ep_size: int = 1
+    experts_per_rank: int = 0
+    """Of each layer with experts."""
 
     @property
     def pp_size(self) -> int:
@@ -159,19 +186,31 @@ class TrainerLayout:
             return 0, 0
         return self.pp_size - 1, len(self.layers[-1]) - 1
 
-    def slices(self, row: Row) -> Sequence[int | None]:
-        """List whose slices of a row differ, by tensor-parallel rank; None: all hold the same."""
-        return [None] if shard_dim(row.kind) is None else range(self.tp_size)
+    def slices(self, row: Row) -> Sequence[Member | None]:
+        """List whose slices of a row differ; None: all ranks of a stage hold the same."""
+        if row.expert is not None:
+            return [Member("ep", row.expert // self.experts_per_rank)]
+        if shard_dim(row.kind) is None:
+            return [None]
+        return [Member("tp", rank) for rank in range(self.tp_size)]
 
-    def holders(self, stages: Iterable[int], tp_rank: int | None) -> tuple[int, ...]:
+    def holders(self, stages: Iterable[int], member: Member | None) -> tuple[int, ...]:
         """List the ranks of some stages that hold a slice; see `slices`."""
-        tp_ranks = range(self.tp_size) if tp_rank is None else (tp_rank,)
-        return tuple(
-            self.rank(stage, dp_rank, rank)
-            for stage in stages
-            for dp_rank in range(self.dp_size)
-            for rank in tp_ranks
-        )
+        in_stage = self.tp_size * self.dp_size
+        first, step = 0, 1
+        if member is not None:
+            first, step = member.rank, self.tp_size if member.axis == "tp" else self.ep_size
+        return tuple(stage * in_stage + i for stage in stages for i in range(first, in_stage, step))
+
+    def local_name(self, row: Row) -> str:
+        """Return a row's Megatron name on the ranks that hold it."""
+        name = row.megatron[-1] if self.transformer_engine else row.megatron[0]
+        first = 0 if row.expert is None else row.expert % self.experts_per_rank - row.expert
+        return shift_expert(name, first)
+
+    def on_first_rank(self, row: Row) -> bool:
+        """Is a row on the first rank of its stage? All ranks of a stage hold as much as that."""
+        return row.expert is None or row.expert < self.experts_per_rank
 
     def rank(self, stage: int, dp_rank: int, tp_rank: int) -> int:
         """Return the global rank."""
@@ -190,15 +229,17 @@ def trainer_layout(
     pp_size: int,
     vpp_size: int = 1,
     dp_size: int,
+    ep_size: int = 1,
     make_vocab_size_divisible_by: int = 128,
     transformer_engine: bool = False,
 ) -> TrainerLayout:
     """Describe megatron-core's placement: equal chunks, chunk v of all stages before chunk v + 1.
 
     Args:
-        shape: of the model; hf_config.check_layout has accepted the sizes.
+        shape: of the model; layout_rules.check_layout has accepted the sizes.
         tp_size, pp_size, vpp_size, dp_size: ranks on each axis, and model chunks of each rank;
             dp_size is CP x DP, the ranks with the same parameters.
+        ep_size: ranks of a stage that share its experts.
         make_vocab_size_divisible_by: model.make_vocab_size_divisible_by.
         transformer_engine: layer_spec.uses_transformer_engine.
     """
@@ -212,6 +253,8 @@ def trainer_layout(
         layers=tuple(tuple((first, first + size) for first in stage) for stage in firsts),
         vocab_rows=padded_vocab_size(shape, make_vocab_size_divisible_by, tp_size),
         transformer_engine=transformer_engine,
+        ep_size=ep_size,
+        experts_per_rank=0 if shape.experts is None else shape.experts.count // ep_size,
     )
 
 
@@ -226,5 +269,6 @@ def layout_of(
         pp_size=pp_size,
         vpp_size=(parallel.virtual_pipeline_model_parallel_size or 1) if pp_size > 1 else 1,
         dp_size=parallel.replica_size,
+        ep_size=parallel.expert_model_parallel_size,
         make_vocab_size_divisible_by=make_vocab_size_divisible_by,
     )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vapo_megatron.models.hf_config import ModelShape
-from vapo_megatron.weights.table import LAYER, Row, rows
+from vapo_megatron.weights.table import LAYER, Row, rows, shift_expert
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,18 +41,27 @@ def local_parameters(
 ) -> list[LocalParameter]:
     """Match every parameter of this rank's model chunks with its row, in the model's order.
 
-    Layers are numbered by the model (`layer_number`, from 1), so that any pipeline layout works.
+    Layers are numbered by the model (`layer_number`, from 1), so that any pipeline layout works,
+    and experts by `local_expert_indices`.
     """
-    by_name = {name: row for row in rows(shape, role) for name in row.megatron}
+    by_name: dict[str, list[Row]] = {}
+    for row in rows(shape, role):
+        for name in row.megatron:
+            by_name.setdefault(name, []).append(row)
     found = []
     for chunk in map(unwrap, chunks):
         for name, parameter in chunk.named_parameters():
             match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
             layer, key = 0, name
             if match:
-                layer = chunk.decoder.layers[int(match[1])].layer_number - 1  # type: ignore
-                key = LAYER + match[2]
-            row = by_name.get(key)
+                module: Any = chunk.decoder.layers[int(match[1])]  # type: ignore[index]
+                layer = module.layer_number - 1
+                experts = getattr(module.mlp, "local_expert_indices", [0])
+                key = LAYER + shift_expert(match[2], experts[0])
+            # A name may be in several rows, for different layers.
+            row = next(
+                (r for r in by_name.get(key, ()) if not match or layer in r.layers(shape)), None
+            )
             assert row is not None, f"parameter {name} of the {role} is not in the name table"
             hf_names = tuple(n.format(layer) for n in row.hf)
             found.append(LocalParameter(name, parameter.data, row, hf_names, layer))

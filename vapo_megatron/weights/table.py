@@ -3,7 +3,9 @@
 A row says which HF tensors make one Megatron parameter, how (see layout.py), for which models, in
 which layers, and who holds it (see holders.py). Megatron names come in two versions: Transformer
 Engine fuses each layer norm into the projection after it. `{}` stands for the layer: numbered
-within the model chunk in Megatron names, within the whole model in HF names.
+within the model chunk in Megatron names, within the whole model in HF names. Each expert has rows
+of its own, in which it is numbered within the whole layer; a rank numbers those that it holds from
+0 (shift_expert).
 
 Imports no torch, so that planning counts from it.
 """
@@ -11,9 +13,11 @@ Imports no torch, so that planning counts from it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import re
 from collections.abc import Callable, Collection
-from typing import Literal
+from typing import Any, Literal
 
 from vapo_megatron.config.phases import VALUE_ROLES
 from vapo_megatron.models.hf_config import ModelShape
@@ -29,7 +33,7 @@ OUTPUT_LAYER = ("output_layer.weight",)
 
 Shapes = tuple[tuple[int, ...], ...]
 Kind = Literal["vocabulary", "qkv", "gate_up", "row", "replicated"]
-Holder = Literal["dense"]
+Holder = Literal["dense", "expert"]
 """A key of holders.HOLDERS."""
 
 
@@ -48,6 +52,8 @@ class Row:
     layers: Callable[[ModelShape], Collection[int]] = lambda shape: range(shape.num_layers)
     """Which layers have it, numbered from 0, if its names have `{}`."""
     holder: Holder = "dense"
+    expert: int | None = None
+    """Which expert's, numbered from 0 in its layer."""
     is_copy: bool = False
     """A second copy of an HF tensor that another row owns: loaded, never exported."""
 
@@ -61,8 +67,11 @@ class Row:
         return len(self.shapes(shape)[0]) == 2
 
     def is_layer_matrix(self, shape: ModelShape) -> bool:
-        """Is it one or more matrices of a layer, as Dion, Muon and FP8 take them?"""
-        return self.is_in_layer and self.is_matrix(shape)
+        """Is it one or more matrices of a layer, as Dion, Muon and FP8 take them?
+
+        Not a router's, whose rows are scores of experts and which stays with AdamW.
+        """
+        return self.is_in_layer and self.is_matrix(shape) and self.kind != "replicated"
 
     def elements(self, shape: ModelShape) -> int:
         """Count the elements of its full HF tensors, in one layer."""
@@ -94,6 +103,37 @@ def _vocabulary(s: ModelShape) -> Shapes:
     return ((s.vocab_size, s.hidden_size),)
 
 
+def _has_dense_layers(s: ModelShape, role: str) -> bool:
+    return len(s.dense_layers) > 0
+
+
+def _has_experts(s: ModelShape, role: str) -> bool:
+    return s.experts is not None
+
+
+def _dense_layers(s: ModelShape) -> Collection[int]:
+    return s.dense_layers
+
+
+def _expert_layers(s: ModelShape) -> Collection[int]:
+    return s.expert_layers
+
+
+def _router(s: ModelShape) -> Shapes:
+    assert s.experts is not None
+    return ((s.experts.count, s.hidden_size),)
+
+
+def _expert_gate_up(s: ModelShape) -> Shapes:
+    assert s.experts is not None
+    return ((s.experts.ffn_hidden_size, s.hidden_size),) * 2
+
+
+def _expert_down(s: ModelShape) -> Shapes:
+    assert s.experts is not None
+    return ((s.hidden_size, s.experts.ffn_hidden_size),)
+
+
 LAYER = "decoder.layers.{}."
 _HF_LAYER = "model.layers.{}."
 
@@ -116,13 +156,22 @@ TABLE: tuple[Row, ...] = (
     Row((LAYER + "self_attention.linear_proj.weight",),
         (_HF_LAYER + "self_attn.o_proj.weight",), "row", lambda s: ((s.hidden_size, _q(s)),)),
     Row((LAYER + "pre_mlp_layernorm.weight", LAYER + "mlp.linear_fc1.layer_norm_weight"),
-        (_HF_LAYER + "post_attention_layernorm.weight",), "replicated", _norm),
+        (_HF_LAYER + "post_attention_layernorm.weight",), "replicated", _norm,
+        when=_has_dense_layers, layers=_dense_layers),
+    # Before experts it is never fused.
+    Row((LAYER + "pre_mlp_layernorm.weight",),
+        (_HF_LAYER + "post_attention_layernorm.weight",), "replicated", _norm,
+        when=_has_experts, layers=_expert_layers),
     Row((LAYER + "mlp.linear_fc1.weight",),
         (_HF_LAYER + "mlp.gate_proj.weight", _HF_LAYER + "mlp.up_proj.weight"), "gate_up",
-        lambda s: ((s.ffn_hidden_size, s.hidden_size),) * 2),
+        lambda s: ((s.ffn_hidden_size, s.hidden_size),) * 2,
+        when=_has_dense_layers, layers=_dense_layers),
     Row((LAYER + "mlp.linear_fc2.weight",),
         (_HF_LAYER + "mlp.down_proj.weight",), "row",
-        lambda s: ((s.hidden_size, s.ffn_hidden_size),)),
+        lambda s: ((s.hidden_size, s.ffn_hidden_size),),
+        when=_has_dense_layers, layers=_dense_layers),
+    Row((LAYER + "mlp.router.weight",), (_HF_LAYER + "mlp.gate.weight",), "replicated", _router,
+        when=_has_experts, layers=_expert_layers),
     Row(("decoder.final_layernorm.weight",), ("model.norm.weight",), "replicated", _norm),
     Row(OUTPUT_LAYER, (OUTPUT,), "vocabulary", _vocabulary,
         when=lambda s, role: role not in VALUE_ROLES and not s.tied),
@@ -133,9 +182,33 @@ TABLE: tuple[Row, ...] = (
 )  # fmt: skip
 
 
+@functools.cache
+def _expert_rows(expert: int) -> tuple[Row, Row]:
+    """Return the rows of one expert; Transformer Engine's layers hold several in one module."""
+    local, hf = f"mlp.experts.local_experts.{expert}.", _HF_LAYER + f"mlp.experts.{expert}."
+    fused = LAYER + "mlp.experts.linear_{}.weight" + str(expert)
+    where: Any = {"layers": _expert_layers, "holder": "expert", "expert": expert}
+    return (
+        Row((LAYER + local + "linear_fc1.weight", fused.replace("linear_{}", "linear_fc1")),
+            (hf + "gate_proj.weight", hf + "up_proj.weight"), "gate_up", _expert_gate_up, **where),
+        Row((LAYER + local + "linear_fc2.weight", fused.replace("linear_{}", "linear_fc2")),
+            (hf + "down_proj.weight",), "row", _expert_down, **where),
+    )  # fmt: skip
+
+
+_EXPERT = re.compile(r"(\.experts\.(?:local_experts\.|linear_fc[12]\.weight)?)(\d+)")
+
+
+def shift_expert(name: str, by: int) -> str:
+    """Add to the expert's number in a Megatron or HF name, which may have none."""
+    return _EXPERT.sub(lambda found: f"{found[1]}{int(found[2]) + by}", name)
+
+
 def rows(shape: ModelShape, role: str) -> list[Row]:
-    """Return the table's rows for one model."""
-    return [row for row in TABLE if row.when(shape, role)]
+    """Return the table's rows for one model, those of its experts last."""
+    count = 0 if shape.experts is None else shape.experts.count
+    found = [row for row in TABLE if row.when(shape, role)]
+    return found + [row for expert in range(count) for row in _expert_rows(expert)]
 
 
 def layer_rows(shape: ModelShape, role: str, layer: int) -> tuple[Row, ...]:

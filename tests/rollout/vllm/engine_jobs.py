@@ -416,12 +416,15 @@ def of_family(tmp: Path, first_path: Path, second_path: Path) -> dict[str, Any]:
     import torch.distributed as dist
 
     from tests.weights.loaded import Layout, load
+    from vapo_megatron.models.hf_config import read_model_shape
     from vapo_megatron.rollout.vllm import engine as engine_module
     from vapo_megatron.weights.export_hf import export_hf
     from vapo_megatron.weights.load_hf import load_hf_weights
     from vapo_megatron.weights.reshard.sync import WeightSync
 
-    chunks, shape, ranks, _, trainer = load(str(first_path), Layout(tp=2))
+    # With experts these are apart, too.
+    ep = 2 if "moe" in read_model_shape(first_path).family else 1
+    chunks, shape, ranks, _, trainer = load(str(first_path), Layout(tp=2, ep=ep))
     out = tmp / "exported"
     export_hf(chunks, shape, ranks, out, first_path)
     arguments = engine_module.engine_arguments

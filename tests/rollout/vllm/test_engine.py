@@ -388,11 +388,12 @@ FAMILIES = {
     # Other than hidden / heads = 32, which Qwen2 in vLLM would take whatever config.json says.
     "qwen3": {"family": "qwen3", "head_dim": 64},
     "llama": {"family": "llama", "head_dim": 64, "tied": True},
+    "qwen3_moe": {"family": "qwen3_moe", "head_dim": 64},
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_other_families_are_transformers(vllm_workers, found_tp2, tmp_path, family):
     """Exported by Megatron and read by vLLM's own loader; then another model's weights, synced."""
     paths = {}

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from vapo_megatron.config import ParallelConfig
 from vapo_megatron.errors import ConfigError
-from vapo_megatron.models.hf_config import ModelShape, check_layout
+from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.models.known import known_shape
+from vapo_megatron.models.layout_rules import check_layout
 from vapo_megatron.weights import layout
 from vapo_megatron.weights.holders import TrainerLayout, trainer_layout
 from vapo_megatron.weights.table import Row, rows

@@ -29,7 +29,9 @@ from vapo_megatron.weights.reshard import sync as sync_module
 from vapo_megatron.weights.reshard.plan import ENGINE, LiveWeight
 from vapo_megatron.weights.reshard.sync import WeightSync
 
-LAST_ROW_OF_MLP = "model.layers.3.mlp.down_proj.weight"
+LAST_ROWS_OF_MLP = ("model.layers.3.mlp.down_proj.weight",
+                    "model.layers.3.mlp.experts.routed_experts.w2_weight")  # fmt: skip
+"""Of a dense model, and of one with experts."""
 
 
 class Sampled(NamedTuple):
@@ -112,7 +114,9 @@ def layouts_into_vllm(
         found[str(layout)] = (after_sleep, _sampled(engine), engine.policy_version, cached)
         if layout == layouts[-1]:
             if rank == world_size - 1:
-                engine.live_weights()[LAST_ROW_OF_MLP].tensor[-1, -1] += 1e-3
+                live = engine.live_weights()
+                (name,) = live.keys() & {*LAST_ROWS_OF_MLP}
+                live[name].tensor[-1, -1] += 1e-3
             found["damaged"] = engine_jobs.error_of(sync.verify, loaded.chunks)
         groups.destroy()
     engine.shutdown()

@@ -20,6 +20,7 @@ from tests.weights.tiny_hf import write_tiny_hf
 UNTIED = {"hidden": 128, "heads": 4, "kv_heads": 2}
 # One key-value head: the tensor-parallel ranks of both sides share it.
 TIED = {"hidden": 128, "heads": 4, "kv_heads": 1, "tied": True}
+MIXTURE = {"hidden": 128, "heads": 4, "kv_heads": 2, "family": "qwen3_moe"}
 ROUNDED = "rollout.dtype=bfloat16"
 SLOW = pytest.mark.slow
 RUNS = [
@@ -34,6 +35,20 @@ RUNS = [
     ),  # fmt: skip
     pytest.param((4, UNTIED, 2, [Layout(2, 2), Layout(2, 2, 2), Layout(tp=2, cp=2)]), id="2 x tp2"),
     pytest.param((4, TIED, 1, [Layout(2, 2)]), id="4 x tp1, tied", marks=SLOW),
+    pytest.param(
+        (2, MIXTURE, 2, [Layout(2, ep=2), Layout(cp=2, ep=2), Layout(1, 2)]),
+        id="experts cut over 2",
+    ),
+    pytest.param(
+        (2, MIXTURE, 2, [Layout(2, ep=2), Layout(), Layout(1, 2)], "rollout.expert_parallel=true"),
+        id="whole experts on 2",
+        marks=SLOW,
+    ),
+    pytest.param(
+        (4, MIXTURE, 2, [Layout(2, cp=2, ep=4), Layout(2, 2, ep=2)]),
+        id="2 x tp2, experts",
+        marks=SLOW,
+    ),
 ]
 
 
@@ -46,8 +61,10 @@ def test_live_weights_and_responses_are_those_of_the_export(vllm_workers, tmp_pa
     results = vllm_workers.run(world_size, jobs.layouts_into_vllm, *arguments, timeout_seconds=280)
     for found in results:
         expected = found["expected"]
-        # Embedding, norm, lm_head unless tied, and 4 layers of qkv and bias, o, gate_up, down, 2.
-        assert len(expected.weights) == 2 + ("tied" not in model) + 4 * 7
+        # Embedding, norm, lm_head unless tied, and 4 layers of qkv and bias, o, gate_up, down, 2;
+        # with experts the bias is missing, and the norms of q and k and the router are there.
+        of_layer = 9 if model is MIXTURE else 7
+        assert len(expected.weights) == 2 + ("tied" not in model) + 4 * of_layer
         assert len(expected.responses) == 2
         for number, layout in enumerate(layouts, 1):
             *both, policy_version, (cached_before, cached_after) = found[str(layout)]
@@ -59,7 +76,10 @@ def test_live_weights_and_responses_are_those_of_the_export(vllm_workers, tmp_pa
             assert cached_before > 0 and cached_after == 0
         last = world_size - 1
         assert found["damaged"].startswith("RuntimeError: the engine's weights differ from the")
-        assert f"in 1 places: rank {last}: {jobs.LAST_ROW_OF_MLP}, rows" in found["damaged"]
+        assert any(
+            f"in 1 places: rank {last}: {name}, rows" in found["damaged"]
+            for name in jobs.LAST_ROWS_OF_MLP
+        )
 
 
 @pytest.fixture

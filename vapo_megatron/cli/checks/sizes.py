@@ -7,8 +7,9 @@ from pathlib import Path
 
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.config.missing import hub_id
-from vapo_megatron.models.hf_config import ModelShape, check_layout
+from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.models.known import KNOWN_MODELS, known_shape
+from vapo_megatron.models.layout_rules import check_layout
 from vapo_megatron.planning.misfits import check_fits
 from vapo_megatron.rollout.requests import max_model_len
 

@@ -37,6 +37,7 @@ def engine_arguments(
         "hf_overrides": {} if on_cpu else {"head_dtype": "float32"},
         "seed": seed % 2**32,
         "tensor_parallel_size": rollout.tensor_model_parallel_size,
+        "enable_expert_parallel": rollout.expert_parallel,
         "distributed_executor_backend": "external_launcher",
         "enforce_eager": on_cpu if rollout.enforce_eager is None else rollout.enforce_eager,
         "max_model_len": max_model_len,
@@ -54,6 +55,10 @@ def engine_arguments(
         "kv_cache_dtype": rollout.kv_cache_dtype,
         "logprobs_mode": "processed_logprobs",
     }
+    if not on_cpu:
+        # Others swap, pad or re-block the experts' weights after loading, which the weight sync
+        # then could not write in place (vLLM's fused_moe/oracle/unquantized.py).
+        arguments["moe_backend"] = "triton"
     if not on_cpu and not environment.has_multicast():
         # See environment.WITHOUT_MULTICAST: the fusion would call FlashInfer's all-reduce again.
         arguments["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}

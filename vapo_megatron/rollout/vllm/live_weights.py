@@ -10,10 +10,14 @@ from torch import Tensor
 
 from vapo_megatron.weights.reshard.plan import LiveWeight
 
+_OF_EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
+"""Of what vLLM's parameters of all experts are made."""
+
 
 def live_weights(model: Any) -> dict[str, LiveWeight]:
     """Return every parameter and persistent buffer of this rank by name; tied ones once.
 
+    A layer's experts, [experts, rows, columns], are viewed as one matrix, one below the other.
     Scalars are left out: they are scales of a quantized cache, which vLLM sets itself.
 
     Args:
@@ -30,7 +34,8 @@ def live_weights(model: Any) -> dict[str, LiveWeight]:
         storage = (tensor.data_ptr(), tensor.shape)
         if tensor.dim() > 0 and storage not in seen:
             seen.add(storage)
-            found[name] = LiveWeight(tensor, padding.get(name, 0))
+            matrix = tensor.view(-1, tensor.shape[-1]) if tensor.dim() > 2 else tensor
+            found[name] = LiveWeight(matrix, padding.get(name, 0))
     return found
 
 
@@ -70,6 +75,11 @@ def _missing_weights(model: Any, given: set[str], loaded: set[str]) -> list[str]
         for whole, pieces in fused.items():
             if f".{whole}." in name:
                 parts = {name.replace(f".{whole}.", f".{piece}.") for piece in pieces}
+        stem, _, of_experts = name.partition(".routed_experts.")
+        if of_experts:
+            pieces = _OF_EXPERTS[of_experts]
+            count = model.config.num_experts
+            parts = {f"{stem}.{e}.{piece}.weight" for e in range(count) for piece in pieces}
         missing |= parts - given
         missing |= {name} - loaded
     return sorted(missing)

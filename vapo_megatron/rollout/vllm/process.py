@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import vllm.distributed.parallel_state as vllm_groups
+import vllm.model_executor.layers.fused_moe.experts.cpu_moe as vllm_experts
 import vllm.model_executor.layers.utils as vllm_layers
 import vllm.model_executor.layers.vocab_parallel_embedding as vllm_vocabulary
 import vllm.v1.executor.uniproc_executor as vllm_executor
@@ -36,6 +37,11 @@ def adapt_vllm(rank: int, run_name: str) -> None:
     )
     if current_platform.is_cpu():
         vllm_layers.dispatch_cpu_unquantized_gemm = _keep_weight_unpacked
+        # What it packs, and pads, could not be updated in place either.
+        vllm_experts.CPUUnquantizedExperts.process_weights_after_loading = (  # type: ignore
+            lambda self, layer: None
+        )
+        vllm_experts.CPUUnquantizedExperts.apply = _apply_experts  # type: ignore[method-assign]
         vllm_sampler.batched_count_greater_than = _count_at_least
         # The function itself: compiling it takes seconds in every process, and a C++ compiler.
         vllm_vocabulary.get_masked_input_and_mask = inspect.unwrap(
@@ -56,6 +62,37 @@ def _destroy_own_world() -> None:
 def _keep_weight_unpacked(layer: Any, remove_weight: bool) -> None:
     """vLLM's own repacks each weight and leaves shape (0,), which cannot be updated in place."""
     layer.cpu_linear = torch.nn.functional.linear
+
+
+def _apply_experts(
+    self: Any,
+    output: Tensor,
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *_: Any,
+    expert_map: Tensor | None,
+    **__: Any,
+) -> None:
+    """Compute the experts of this rank from weights as they are loaded.
+
+    Args:
+        self: vLLM's module of experts.
+        output, hidden_states: [tokens, H].
+        w1, w2: [experts, 2 F, H], gates before ups, and [experts, H, F].
+        topk_weights, topk_ids: [tokens, experts per token].
+        expert_map: [all experts], each one's place in w1 and w2, or -1; None: its own number.
+    """
+    chosen = topk_ids.long() if expert_map is None else expert_map.long()[topk_ids.long()]
+    output.zero_()
+    for expert, (up, down) in enumerate(zip(w1, w2, strict=True)):
+        tokens, place = torch.where(chosen == expert)
+        gates, ups = torch.nn.functional.linear(hidden_states[tokens], up).chunk(2, -1)
+        found = torch.nn.functional.linear(torch.nn.functional.silu(gates) * ups, down)
+        weights = topk_weights[tokens, place, None].to(found.dtype)
+        output.index_add_(0, tokens, found * weights)
 
 
 def _count_at_least(x: Tensor, values: Tensor) -> Tensor:

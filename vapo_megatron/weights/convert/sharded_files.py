@@ -187,7 +187,7 @@ def write_chunks(
 
 @dataclasses.dataclass(frozen=True)
 class _Chunk:
-    """A stored part of a tensor's layer: its rows and columns, and its location."""
+    """A stored part of a tensor's layer or expert: its rows and columns, and its location."""
 
     first_row: int
     num_rows: int
@@ -255,16 +255,16 @@ class ShardedReader:
                         f"found {'no such file' if sizes[path] < 0 else sizes[path]}"
                     )
 
-    def read_rows(self, key: str, layer: int | None, start: int, out: Tensor) -> None:
+    def read_rows(self, key: str, index: int | None, start: int, out: Tensor) -> None:
         """Fill `out` with rows of a tensor from `start` on.
 
         Args:
-            layer: which, where layers are its first dimension.
+            index: along its first dimension, where layers or experts are one.
             start: the first row that is wanted.
             out: [rows] or [rows, columns], contiguous, of the tensor's type.
         """
         num_read = 0
-        for chunk, first, count, file, begin in self._parts(key, layer, start, len(out)):
+        for chunk, first, count, file, begin in self._parts(key, index, start, len(out)):
             target = out[first - start : first - start + count]
             num_read += count * chunk.num_columns
             if out.dim() == 1 or chunk.num_columns == out.shape[1]:
@@ -275,17 +275,17 @@ class ShardedReader:
             target[:, chunk.first_column : chunk.first_column + chunk.num_columns] = columns
         assert num_read == out.numel(), f"{key}: {num_read} of {out.numel()} elements are stored"
 
-    def has_whole_rows(self, key: str, layer: int | None) -> bool:
+    def has_whole_rows(self, key: str, index: int | None) -> bool:
         """Is every row of a tensor in one chunk, so that copy_rows can copy it?"""
-        columns = (*self.shape(key)[0 if layer is None else 1 :], 1)[1]
-        return all(chunk.num_columns == columns for chunk in self._chunks_of(key, layer))
+        columns = (*self.shape(key)[0 if index is None else 1 :], 1)[1]
+        return all(chunk.num_columns == columns for chunk in self._chunks_of(key, index))
 
     def copy_rows(
-        self, key: str, layer: int | None, start: int, count: int, out: BinaryIO, place: int
+        self, key: str, index: int | None, start: int, count: int, out: BinaryIO, place: int
     ) -> None:
         """Copy rows of a tensor into a file at offset `place`; see has_whole_rows."""
         num_read = 0
-        for chunk, first, rows, file, begin in self._parts(key, layer, start, count):
+        for chunk, first, rows, file, begin in self._parts(key, index, start, count):
             row_bytes = chunk.num_columns * self.dtype(key).itemsize
             size = rows * row_bytes
             copy_exactly(file, begin, out, place + (first - start) * row_bytes, size)
@@ -293,10 +293,10 @@ class ShardedReader:
         assert num_read == count, f"{key}: {num_read} of {count} rows are stored"
 
     def _parts(
-        self, key: str, layer: int | None, start: int, count: int
+        self, key: str, index: int | None, start: int, count: int
     ) -> Iterator[tuple[_Chunk, int, int, BinaryIO, int]]:
         """Yield (chunk, first row, rows, file, offset) of the chunks with these rows."""
-        for chunk in self._chunks_of(key, layer):
+        for chunk in self._chunks_of(key, index):
             first = max(start, chunk.first_row)
             last = min(start + count, chunk.first_row + chunk.num_rows)
             if first < last:
@@ -304,19 +304,21 @@ class ShardedReader:
                 skipped = (first - chunk.first_row) * chunk.num_columns
                 yield chunk, first, last - first, file, begin + skipped * self.dtype(key).itemsize
 
-    def _chunks_of(self, key: str, layer: int | None) -> list[_Chunk]:
-        if (key, layer) not in self._chunks:
-            skip = 0 if layer is None else 1
+    def _chunks_of(self, key: str, index: int | None) -> list[_Chunk]:
+        if (key, index) not in self._chunks:
+            skip = 0 if index is None else 1
             for chunk in self.tensors[key].chunks:
                 offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
                 if skip and sizes[0] != 1:
-                    raise CheckpointError(f"{self.directory}: {key}: a chunk has several layers")
+                    raise CheckpointError(
+                        f"{self.directory}: {key}: a chunk has several layers or experts"
+                    )
                 of_layer = self._chunks.setdefault((key, offsets[0] if skip else None), [])
                 row, column = (*offsets[skip:], 0)[:2]
                 num_rows, num_columns = (*sizes[skip:], 1)[:2]
                 place = self._place(key, offsets)
                 of_layer.append(_Chunk(row, num_rows, column, num_columns, place, offsets, sizes))
-        return self._chunks[key, layer]
+        return self._chunks[key, index]
 
     def _place(self, key: str, offsets: tuple[int, ...]) -> Any:
         place = self._places.get(MetadataIndex(key, offsets))

@@ -2,7 +2,8 @@
 
 A checkpoint describes full tensors: layers are a first dimension, tensor-parallel shards are joined
 (gate_up: all gate rows, then all up rows), and layer norms have Transformer Engine's names for
-either layer implementation. So all shapes but the padded vocabulary's are the same for every
+either layer implementation. In a model with experts each layer has names of its own, and its
+experts are a first dimension. So all shapes but the padded vocabulary's are the same for every
 layout, and any layout can read what any other wrote.
 """
 
@@ -13,7 +14,13 @@ import re
 from collections.abc import Iterator
 
 from vapo_megatron.models.hf_config import ModelShape
-from vapo_megatron.weights.holders import bounds, shard_dim
+from vapo_megatron.weights.holders import (
+    Member,
+    TrainerLayout,
+    bounds,
+    num_shards,
+    shard_dim,
+)
 from vapo_megatron.weights.layout import RowRun, row_runs
 from vapo_megatron.weights.table import VALUE_HEAD_BIAS, Row, rows_in_order
 
@@ -26,14 +33,16 @@ EXTRA_STATES = (
     "decoder.layers.mlp.linear_fc1._extra_state",
     "decoder.layers.mlp.linear_fc2._extra_state",
 )
-"""Per layer; empty without FP8. megatron-core requires those of its layers."""
+"""Per layer; empty without FP8. megatron-core requires those of its layers. Not of experts."""
+_EXPERT_KEY = re.compile(r"\.experts\.(linear_fc[12]\.weight)\d+$")
 
 
 @dataclasses.dataclass(frozen=True)
 class Box:
-    """Part of a tensor that one tensor-parallel rank holds."""
+    """Part of a tensor that some ranks hold."""
 
-    tp_rank: int
+    member: Member | None
+    """Which, of those of a stage; None: all."""
     first_row: int
     num_rows: int
     first_column: int
@@ -42,12 +51,15 @@ class Box:
 
 @dataclasses.dataclass(frozen=True)
 class ShardedTensor:
-    """One layer's part of a checkpoint's tensor, or a tensor outside the layers."""
+    """One layer's or expert's part of a checkpoint's tensor, or a tensor that has no such parts."""
 
     key: str
     row: Row
     layer: int | None
-    num_layers: int
+    index: int | None
+    """Along the first dimension: a layer's, or an expert's; None: it has no such dimension."""
+    count: int
+    """Of layers or experts."""
     hf_names: tuple[str, ...]
     hf_shapes: tuple[tuple[int, ...], ...]
     num_rows: int
@@ -68,29 +80,31 @@ class ShardedTensor:
     @property
     def global_shape(self) -> tuple[int, ...]:
         """Shape in the checkpoint's metadata."""
-        return self.part(self.num_layers, self.num_rows, self.num_columns)
+        return self.part(self.count, self.num_rows, self.num_columns)
 
-    def part(self, layers: int, num_rows: int, num_columns: int) -> tuple[int, ...]:
-        """Return (layers, rows, columns) without the dimensions that the tensor does not have."""
-        head = () if self.layer is None else (layers,)
+    def part(self, first: int, num_rows: int, num_columns: int) -> tuple[int, ...]:
+        """Return (first, rows, columns) without the dimensions that the tensor does not have."""
+        head = () if self.index is None else (first,)
         tail = (num_columns,) if len(self.hf_shapes[0]) == 2 else ()
         return (*head, num_rows, *tail)
 
-    def boxes(self, tp_size: int) -> Iterator[Box]:
-        """Yield what each rank writes; the first one writes what is replicated."""
+    def boxes(self, place: TrainerLayout) -> Iterator[Box]:
+        """Yield what the ranks write; the first one that holds something writes it."""
         dim, columns = shard_dim(self.row.kind), self.num_columns
-        if dim is None:
-            yield Box(0, 0, self.num_rows, 0, columns)
-        for rank in range(0 if dim is None else tp_size):
-            if dim == 1:
+        tp_size = num_shards(self.row, place.tp_size)
+        for member in place.slices(self.row):
+            rank = member.rank if member is not None and member.axis == "tp" else 0
+            if dim is None:
+                yield Box(member, 0, self.num_rows, 0, columns)
+            elif dim == 1:
                 start, stop = bounds(columns, rank, tp_size)
-                yield Box(rank, 0, self.num_rows, start, stop - start)
-                continue
-            halves = len(self.hf_shapes) if self.row.kind == "gate_up" else 1
-            size = self.num_rows // halves
-            for half in range(halves):
-                start, stop = bounds(size, rank, tp_size)
-                yield Box(rank, half * size + start, stop - start, 0, columns)
+                yield Box(member, 0, self.num_rows, start, stop - start)
+            else:
+                halves = len(self.hf_shapes) if self.row.kind == "gate_up" else 1
+                size = self.num_rows // halves
+                for half in range(halves):
+                    start, stop = bounds(size, rank, tp_size)
+                    yield Box(member, half * size + start, stop - start, 0, columns)
 
 
 def sharded_tensors(
@@ -106,16 +120,21 @@ def sharded_tensors(
     order = rows_in_order(shape, role)
     if value_bias:
         order.append((_BIAS_ROW, None))
-    tensors = []
+    tensors, num_layers = [], shape.num_layers
     for row, layer in order:
         shapes = row.shapes(shape)
         unpadded = sum(size[0] for size in shapes)
+        key, index, count = row.megatron[-1].replace("layers.{}.", "layers."), layer, num_layers
+        if shape.experts is not None:
+            key = _EXPERT_KEY.sub(r".experts.experts.\1", row.megatron[-1]).format(layer)
+            index, count = row.expert, shape.experts.count
         tensors.append(
             ShardedTensor(
-                key=row.megatron[-1].replace("layers.{}.", "layers."),
+                key=key,
                 row=row,
                 layer=layer,
-                num_layers=shape.num_layers,
+                index=index,
+                count=count,
                 hf_names=tuple(name.format(layer) for name in row.hf),
                 hf_shapes=shapes,
                 num_rows=padded_vocab if row.kind == "vocabulary" else unpadded,

@@ -230,11 +230,11 @@ def _write_rows(
     for run in tensor.runs:
         first, last = max(start, run.first), min(start + count, run.first + run.num_rows)
         if run.tensor == item.part and first < last:
-            key, layer, row = tensor.key, tensor.layer, run.start + first - run.first
+            key, index, row = tensor.key, tensor.index, run.start + first - run.first
             to = place + (first - start) * (plan.num_bytes // plan.shape[0])
-            if reader.has_whole_rows(key, layer):
-                reader.copy_rows(key, layer, row, last - first, file, to)
+            if reader.has_whole_rows(key, index):
+                reader.copy_rows(key, index, row, last - first, file, to)
                 continue
             rows = blocks.get((last - first, *plan.shape[1:]), plan.dtype)
-            reader.read_rows(key, layer, row, rows)
+            reader.read_rows(key, index, row, rows)
             write_exactly(file, to, rows)

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from vapo_megatron.config import ParallelConfig
 from vapo_megatron.errors import CheckpointError
-from vapo_megatron.models.hf_config import check_layout, read_model_shape
+from vapo_megatron.models.hf_config import read_model_shape
+from vapo_megatron.models.layout_rules import check_layout
 from vapo_megatron.parallel.reduce import gather_objects
 from vapo_megatron.weights.convert.sharded_files import (
     Written,
@@ -81,7 +82,9 @@ def convert_to_megatron(
     check_hf_tensors(reader, shape, role)
     present = set(reader.names())
     place = layout_of(shape, parallel, make_vocab_size_divisible_by)
-    place = dataclasses.replace(place, dp_size=1)  # each shard is written once
+    # Each shard is written once, by the first rank that holds it.
+    ranks = math.lcm(place.tp_size, place.ep_size)
+    place = dataclasses.replace(place, dp_size=ranks // place.tp_size)
     has_bias = role == "critic" and VALUE_HEAD_BIAS in present
     tensors = sharded_tensors(shape, role, place.vocab_rows, value_bias=has_bias)
     dtypes = _dtypes(reader, tensors)
@@ -99,7 +102,8 @@ def convert_to_megatron(
         everything = list(itertools.chain(*gather_objects(written or [])))
 
         def finish() -> None:
-            finish_checkpoint(partial, [*_extra_states(partial, tensors, place), *everything])
+            empty = [] if shape.experts else _extra_states(partial, tensors, place)
+            finish_checkpoint(partial, [*empty, *everything])
             copy_settings(hf, partial, shape.family, role, None)
             content = {"producer": "vapo_megatron", "role": role, "tied_output": tied_output}
             (partial / CONVERSION_FILE).write_text(json.dumps(content, indent=1) + "\n")
@@ -160,7 +164,7 @@ class _Worker:
         written = []
         stage, _ = self.place.home(tensor.row, tensor.layer)
         of_rows = defaultdict(list)  # boxes that share rows: read them once
-        for box in tensor.boxes(self.place.tp_size):
+        for box in tensor.boxes(self.place):
             of_rows[box.first_row, box.num_rows].append(box)
         for (first_row, num_rows), boxes in of_rows.items():
             for start, count in row_blocks(num_rows, tensor.num_columns * dtype.itemsize):
@@ -169,12 +173,12 @@ class _Worker:
                     rows = self.rows.get((count, tensor.num_columns), dtype)
                     read_rows(tensor, row, rows, self.reader)
                 for box in boxes:
-                    with self._file(self.place.rank(stage, 0, box.tp_rank)) as file:
+                    with self._file(self.place.holders([stage], box.member)[0]) as file:
                         chunk, place = append_chunk(
                             file,
                             tensor.key,
                             tensor.global_shape,
-                            tensor.part(tensor.layer or 0, row, box.first_column),
+                            tensor.part(tensor.index or 0, row, box.first_column),
                             tensor.part(1, count, box.num_columns),
                             dtype,
                         )

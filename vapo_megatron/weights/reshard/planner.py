@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from vapo_megatron.models.hf_config import ModelShape
-from vapo_megatron.weights.holders import TrainerLayout
+from vapo_megatron.weights.holders import Member, TrainerLayout
 from vapo_megatron.weights.reshard.plan import ENGINE, Block, Layer, Move, Plan, Slice
 from vapo_megatron.weights.reshard.shards import Piece, trainer_pieces
 from vapo_megatron.weights.reshard.vllm_layout import check_rollout_layout, engine_pieces
@@ -39,6 +39,7 @@ def make_plan(
     bytes_per_element: int = 2,
     relay: bool = True,
     rollout_workers: range | None = None,
+    experts_apart: bool = False,
 ) -> Plan:
     """Plan a weight sync from the trainer's shards to the engine's.
 
@@ -50,13 +51,16 @@ def make_plan(
         relay: what several ranks of a node need from other nodes is sent to the node once, and
             relayed there; without, it is sent to each of them.
         rollout_workers: ranks that sample; None: those that train.
+        experts_apart: rollout.expert_parallel.
 
     Raises:
         ConfigError: vLLM does not support this layout.
     """
     rollout_workers = range(trainer.world_size) if rollout_workers is None else rollout_workers
-    check_rollout_layout(shape, rollout_tp_size, len(rollout_workers))
-    planner = _BlockPlanner(shape, trainer, rollout_tp_size, gpus_per_node, relay, rollout_workers)
+    check_rollout_layout(shape, rollout_tp_size, len(rollout_workers), experts_apart)
+    planner = _BlockPlanner(
+        shape, trainer, rollout_tp_size, gpus_per_node, relay, rollout_workers, experts_apart
+    )
     table = rows(shape, "actor")
     blocks = []
     for stage, chunks in enumerate(trainer.layers):
@@ -93,8 +97,8 @@ class _Demand(NamedTuple):
     """The rank that needs it."""
     source: Slice
     destination: Slice
-    tp_rank: int | None
-    """The trainer's tensor-parallel rank that holds it; None: all of them."""
+    member: Member | None
+    """Who holds it in each stage that has it; None: all ranks."""
 
     def part(self, first: int, num_rows: int) -> _Demand:
         """Return some of its rows."""
@@ -120,12 +124,13 @@ class _BlockPlanner:
     gpus_per_node: int
     relay: bool
     rollout_workers: range
+    experts_apart: bool
 
     def __post_init__(self) -> None:
         self.world_size = max(self.trainer.world_size, self.rollout_workers.stop)
         self.loads = {near: [0] * self.world_size for near in (True, False)}
         """Elements that each rank sends so far, within its node (True) and across nodes (False)."""
-        self._found: dict[tuple[int, int | None, tuple[int, ...]], _Candidates] = {}
+        self._found: dict[tuple[int, Member | None, tuple[int, ...]], _Candidates] = {}
 
     def block(
         self, some: Sequence[Row], homes: dict[int, Home], layers: tuple[Layer, ...] = ()
@@ -162,12 +167,15 @@ class _BlockPlanner:
         """List what each rank's engine shard shares with each trainer shard."""
         by_tp_rank: list[list[_Demand]] = [[] for _ in range(self.rollout_tp_size)]
         for row in some:
-            for tp_rank in self.trainer.slices(row):
-                held = trainer_pieces(row, self.shape, self.trainer, tp_rank or 0)
+            for member in self.trainer.slices(row):
+                tp_rank = member.rank if member is not None and member.axis == "tp" else 0
+                held = trainer_pieces(row, self.shape, self.trainer, tp_rank)
                 for rollout_tp_rank, found in enumerate(by_tp_rank):
-                    wanted = engine_pieces(row, self.shape, self.rollout_tp_size, rollout_tp_rank)
+                    wanted = engine_pieces(
+                        row, self.shape, self.rollout_tp_size, rollout_tp_rank, self.experts_apart
+                    )
                     found += [
-                        _Demand(rollout_tp_rank, *both, tp_rank)
+                        _Demand(rollout_tp_rank, *both, member)
                         for there in held
                         for here in wanted
                         if (both := _overlap(there, here))
@@ -180,14 +188,14 @@ class _BlockPlanner:
 
     def _candidates(self, demand: _Demand, homes: dict[int, Home]) -> _Candidates:
         """Find the nearest ranks that hold a slice."""
-        tp_rank, stages = demand.tp_rank, tuple(homes)
+        member, stages = demand.member, tuple(homes)
         node = demand.rank // self.gpus_per_node
-        found = self._found.get((node, tp_rank, stages))
+        found = self._found.get((node, member, stages))
         if found is None:
-            holders = self.trainer.holders(stages, tp_rank)
+            holders = self.trainer.holders(stages, member)
             near = tuple(holder for holder in holders if holder // self.gpus_per_node == node)
             found = _Candidates(bool(near), near or holders)
-            self._found[node, tp_rank, stages] = found
+            self._found[node, member, stages] = found
         return found
 
     def _divide(self, far: list[_Demand]) -> tuple[list[_Demand], list[Move]]:
@@ -196,10 +204,10 @@ class _BlockPlanner:
         Returns:
             What each rank receives across nodes, and the relays within the node.
         """
-        same: dict[tuple[int, Slice, int | None], list[_Demand]] = {}
+        same: dict[tuple[int, Slice, Member | None], list[_Demand]] = {}
         for demand in far:
             node = demand.rank // self.gpus_per_node
-            same.setdefault((node, demand.source, demand.tp_rank), []).append(demand)
+            same.setdefault((node, demand.source, demand.member), []).append(demand)
         shared: dict[tuple[int, ...], list[list[_Demand]]] = {}
         for alike in same.values():
             shared.setdefault(tuple(demand.rank for demand in alike), []).append(alike)
@@ -207,8 +215,8 @@ class _BlockPlanner:
         relays: list[Move] = []
         for ranks, everything in shared.items():
             # What every trainer rank holds is small: it is not split.
-            split = [alike for alike in everything if alike[0].tp_rank is not None]
-            replicated = [alike for alike in everything if alike[0].tp_rank is None]
+            split = [alike for alike in everything if alike[0].member is not None]
+            replicated = [alike for alike in everything if alike[0].member is None]
             total = sum(alike[0].source.num_elements for alike in split)
             turns = [
                 (split[index], place, first, num_rows)
@@ -237,7 +245,7 @@ class _BlockPlanner:
         moves: list[Move] = []
         by_senders: dict[_Candidates, list[_Demand]] = {}
         for demand in demands:
-            if demand.tp_rank is not None:
+            if demand.member is not None:
                 by_senders.setdefault(self._candidates(demand, homes), []).append(demand)
         for (near, ranks), some in by_senders.items():
             quotas = _quotas(
@@ -254,7 +262,7 @@ class _BlockPlanner:
             sources = traffic.setdefault(move.destination_rank, {})
             sources[move.source_rank] = sources.get(move.source_rank, 0) + move.source.num_elements
         for demand in demands:
-            if demand.tp_rank is None:
+            if demand.member is None:
                 near, ranks = self._candidates(demand, homes)
                 sources = {r: n for r, n in traffic.get(demand.rank, {}).items() if r in ranks}
                 load = loads[near]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from vapo_megatron.models.hf_config import ModelShape
-from vapo_megatron.weights.holders import TrainerLayout, parts, shard_dim
+from vapo_megatron.weights.holders import TrainerLayout, num_shards, parts, shard_dim
 from vapo_megatron.weights.table import Row
 
 Rectangle = tuple[int, int, int, int]
@@ -36,9 +36,14 @@ class Piece(NamedTuple):
 def trainer_pieces(
     row: Row, shape: ModelShape, trainer: TrainerLayout, tp_rank: int
 ) -> list[Piece]:
-    """List what a tensor-parallel rank of the trainer holds of one row of the name table."""
-    name = row.megatron[-1] if trainer.transformer_engine else row.megatron[0]
-    parts_held = rectangles(row, shape, tp_rank, trainer.tp_size, trainer.vocab_rows)
+    """List what a rank of the trainer holds of one row of the name table, if it has the row.
+
+    Args:
+        row: of the table; an expert is not cut.
+        tp_rank: the rank's, or 0 of what is not cut.
+    """
+    name, tp_size = trainer.local_name(row), num_shards(row, trainer.tp_size)
+    parts_held = rectangles(row, shape, tp_rank, tp_size, trainer.vocab_rows)
     if row.kind != "qkv":
         return stacked(row.hf, parts_held, name)
     # A shard interleaves its key-value heads; see layout.merge_qkv.
@@ -75,9 +80,11 @@ def slice_along(size: tuple[int, int], dim: int, start: int, stop: int) -> Recta
     return 0, start, rows, stop - start
 
 
-def stacked(tensors: tuple[str, ...], parts: list[Rectangle], parameter: str) -> list[Piece]:
-    """Stack rectangles in one parameter; the tensors take turns."""
-    pieces, below = [], 0
+def stacked(
+    tensors: tuple[str, ...], parts: list[Rectangle], parameter: str, below: int = 0
+) -> list[Piece]:
+    """Stack rectangles in one parameter, from row `below` on; the tensors take turns."""
+    pieces = []
     for i, rectangle in enumerate(parts):
         if rectangle[2]:
             pieces.append(Piece(tensors[i % len(tensors)], *rectangle, parameter, below, 0))

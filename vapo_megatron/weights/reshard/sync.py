@@ -189,6 +189,7 @@ class WeightSync:
             bytes_per_element=dtype.itemsize,
             relay=True,
             rollout_workers=None if worlds is None else worlds.rollout_workers,
+            experts_apart=rollout.expert_parallel,
         )
         received, sent = plan.received(rank), plan.sent(rank)
         problems = destination_problems(received, live, dtype)
@@ -219,6 +220,7 @@ class WeightSync:
             pp_size=ranks.pp_size,
             vpp_size=ranks.vpp_size,
             dp_size=ranks.replica_size,
+            ep_size=ranks.ep_size,
             make_vocab_size_divisible_by=self._model.make_vocab_size_divisible_by,
             transformer_engine=any(p.name.endswith("layer_norm_weight") for p in parameters),
         )
