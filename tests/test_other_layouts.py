@@ -34,6 +34,11 @@ LAYOUTS = {
     "TP2 DP2": (4, 2, 1), "TP2 PP2": (4, 2, 2), "PP2 DP2": (4, 1, 2),
 }  # fmt: skip
 """Name: (processes, TP, PP). TP1 in one process is TP1 x DP1, and in two processes DP2."""
+OF_EXPERTS = {
+    "TP2 EP2": (2, 2, 1, 2), "EP2": (2, 1, 1, 2), "TP2": (2, 2, 1, 1), "TP1": (1, 1, 1, 1),
+    "TP2 DP2 EP4": (4, 2, 1, 4), "PP2 EP2": (4, 1, 2, 2),
+}  # fmt: skip
+"""Name: the same with EP, of a mixture of experts."""
 VOCABULARIES = ("embedding", "output_layer", "embed_tokens", "lm_head")
 FEW = ("TP1", "DP2")
 OPTIMIZERS = {
@@ -85,7 +90,7 @@ def fit(hf, run_dir, layout, optimizer, resumes=False):
     """Make the run's steps that are missing; a worker's function. optimizer: of OPTIMIZERS."""
     from vapo_megatron.roles import placed as trained_model
 
-    world_size, tp_size, pp_size = layout
+    world_size, tp_size, pp_size, *ep_size = layout
     distributed, method = OPTIMIZERS[optimizer]
     tree = {
         "model": {
@@ -106,6 +111,8 @@ def fit(hf, run_dir, layout, optimizer, resumes=False):
         "parallel": {
             "world_size": world_size, "tensor_model_parallel_size": tp_size,
             "pipeline_model_parallel_size": pp_size, "use_distributed_optimizer": distributed,
+            "expert_model_parallel_size": sum(ep_size) or 1,
+            "sequence_parallel": bool(ep_size) and tp_size > 1,
         },
     }  # fmt: skip
     read = trained_model.load_hf_weights
@@ -159,6 +166,18 @@ def straight(request, workers, tmp_path_factory):
     return hf, root / "run", request.param
 
 
+@pytest.fixture(
+    scope="module", params=["distributed", pytest.param("whole", marks=pytest.mark.slow)]
+)
+def straight_experts(request, workers, tmp_path_factory):
+    """The same of a mixture of experts, of TP2 EP2."""
+    root = tmp_path_factory.mktemp("experts")
+    hf = write_tiny_hf(root / "hf", **MODEL, family="qwen3_moe")
+    reward_model(hf, root / "reward_model")
+    workers.run(2, fit, hf, root / "run", OF_EXPERTS["TP2 EP2"], request.param)
+    return hf, root / "run", request.param
+
+
 def gone_on(workers, hf, run_dir, other, layout, optimizer):
     """Copy a run, and make the steps after the checkpoint once more."""
     shutil.copytree(run_dir, other)
@@ -171,8 +190,19 @@ def gone_on(workers, hf, run_dir, other, layout, optimizer):
     "layout", [pytest.param(n, marks=[] if n in FEW else pytest.mark.slow) for n in LAYOUTS]
 )
 def test_another_layout_goes_on_alike(layout, straight, workers, tmp_path):
-    hf, run_dir, optimizer = straight
-    other = gone_on(workers, hf, run_dir, tmp_path / "run", LAYOUTS[layout], optimizer)
+    goes_on_alike(workers, *straight, tmp_path / "run", LAYOUTS[layout])
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(n, marks=[] if n == "EP2" else pytest.mark.slow) for n in OF_EXPERTS],
+)
+def test_experts_go_on_alike_on_other_ranks(layout, straight_experts, workers, tmp_path):
+    goes_on_alike(workers, *straight_experts, tmp_path / "run", OF_EXPERTS[layout])
+
+
+def goes_on_alike(workers, hf, run_dir, optimizer, place, layout):
+    other = gone_on(workers, hf, run_dir, place, layout, optimizer)
     expected, found = rows(run_dir), rows(other)
     assert len(found) == STEPS + 1
     for step in (SAVED_AT + 1, SAVED_AT + 2):
@@ -183,6 +213,9 @@ def test_another_layout_goes_on_alike(layout, straight, workers, tmp_path):
     before, after, again = saved(run_dir, SAVED_AT), saved(run_dir, STEPS), saved(other, STEPS)
     assert before.keys() == after.keys() == again.keys()
     for name, tensor in after.items():
+        if not tensor.any():  # Moments of an expert that no token chose.
+            assert not again[name].any(), name
+            continue
         distance, moved = (
             float((tensor - t[name]).norm() / tensor.norm()) for t in (again, before)
         )
@@ -191,15 +224,21 @@ def test_another_layout_goes_on_alike(layout, straight, workers, tmp_path):
         assert moved > 100 * TOLERANCE or name == "critic output_layer.bias", (name, moved)
 
 
+SAME = [(layout, optimizer, "qwen2") for layout in LAYOUTS.values() for optimizer in OPTIMIZERS] + [
+    (layout, optimizer, "qwen3_moe")
+    for layout in OF_EXPERTS.values()
+    for optimizer in ("distributed", "whole")
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_same_layout_goes_on_bit_by_bit(layout, optimizer, workers, tmp_path):
-    hf = write_tiny_hf(tmp_path / "hf", **MODEL)
+@pytest.mark.parametrize(("layout", "optimizer", "family"), SAME)
+def test_the_same_layout_goes_on_bit_by_bit(layout, optimizer, family, workers, tmp_path):
+    hf = write_tiny_hf(tmp_path / "hf", **{**MODEL, "family": family})
     reward_model(hf, tmp_path / "reward_model")
     run_dir = tmp_path / "run"
-    workers.run(LAYOUTS[layout][0], fit, hf, run_dir, LAYOUTS[layout], optimizer)
-    other = gone_on(workers, hf, run_dir, tmp_path / "other", LAYOUTS[layout], optimizer)
+    workers.run(layout[0], fit, hf, run_dir, layout, optimizer)
+    other = gone_on(workers, hf, run_dir, tmp_path / "other", layout, optimizer)
     assert rows(other) == rows(run_dir)
     after, again = saved(run_dir, STEPS), saved(other, STEPS)
     assert after.keys() == again.keys()

@@ -4,6 +4,8 @@ Parameters are compared with the trainer's and the sampler's pieces (weights/res
 models are checked against elsewhere. Real allocations are in test_memory_measured.py.
 """
 
+import math
+
 import pytest
 
 from tests.planning.shapes import LAYER, VOCABULARY, make_config
@@ -89,12 +91,12 @@ def test_what_is_frozen_has_its_parameters_alone(shape):
 def test_buffers_are_padded_as_megatron_pads_them():
     # In reverse: 30 at 0, 100 from 64 to 164, 5 from 192 to 197; the end at a multiple of 128, or
     # of lcm(3, 128) = 384.
-    assert model_bytes.padded_elements([5, 100, 30], 1, bucketed=False) == 256
-    assert model_bytes.padded_elements([5, 100, 30], 3, bucketed=False) == 384
-    assert model_bytes.padded_elements([1, 1, 1], 1, bucketed=False) == 256  # 0, 64 and 128
+    assert model_bytes.padded_elements([5, 100, 30], 1) == 256
+    assert model_bytes.padded_elements([5, 100, 30], 3) == 384
+    assert model_bytes.padded_elements([1, 1, 1], 1) == 256  # 0, 64 and 128
     # A bucket ends once it has 40e6 elements: 40e6 + 1 -> 40000128, where the second begins.
-    assert model_bytes.padded_elements([1, 40_000_001], 1, bucketed=True) == 40_000_256
-    assert model_bytes.padded_elements([1, 40_000_001], 1, bucketed=False) == 40_000_128
+    assert model_bytes.padded_elements([1, 40_000_001], 1, 40_000_000) == 40_000_256
+    assert model_bytes.padded_elements([1, 40_000_001], 1) == 40_000_128
 
 
 def test_buckets_are_of_the_first_stage_alone():
@@ -102,7 +104,7 @@ def test_buckets_are_of_the_first_stage_alone():
     config = make_config(1, 2, 5, vllm_tp=1, overlap_grad_reduce=True)
     for stage, bucketed in ((0, True), (1, False)):
         (sizes,) = model_bytes.chunk_parameters(shape, config, "actor", pp_rank=stage)
-        found = [model_bytes.padded_elements(sizes, 5, bucketed=flag) for flag in (False, True)]
+        found = [model_bytes.padded_elements(sizes, 5, limit) for limit in (math.inf, 40_000_000)]
         assert found[0] != found[1]
         state = model_bytes.state_bytes(shape, config, "actor", pp_rank=stage)
         assert state.parameters == 2 * found[bucketed]

@@ -176,6 +176,7 @@ def base_config(options: argparse.Namespace) -> VapoConfig:
         "parallel.pipeline_model_parallel_size": 1,
         "parallel.virtual_pipeline_model_parallel_size": "null",
         "parallel.sequence_parallel": "false",
+        "parallel.expert_model_parallel_size": 1,
         "parallel.recompute_method": "uniform",
         "parallel.recompute_num_layers": 1,
         "rollout.kv_cache_dtype": options.kv_cache_dtype,
@@ -225,6 +226,8 @@ def reshard(options: argparse.Namespace) -> str:
         tensor_model_parallel_size=options.tp,
         pipeline_model_parallel_size=options.pp,
         virtual_pipeline_model_parallel_size=options.vpp if options.vpp > 1 else None,
+        sequence_parallel=options.tp > 1,
+        expert_model_parallel_size=options.ep,
     )
     check_layout(shape, parallel)
     if options.vpp > 1 and options.pp == 1:

@@ -185,6 +185,7 @@ def add_layout(group: argparse._ArgumentGroup) -> None:
         ("--cp", None,
          "the trainer's context parallelism (powers of two that leave a rank 16,384 tokens)"),
         ("--pp", None, "the trainer's pipeline parallelism"),
+        ("--ep", None, "the trainer's expert parallelism (powers of two within four nodes)"),
         ("--vpp", None, "model chunks per pipeline rank (1, 2, 4)"),
         ("--vllm-tp", None, "tensor parallelism of a vLLM replica (powers of two within a node)"),
         ("--max-tokens", None,
@@ -227,7 +228,8 @@ def add_reshard(parser: argparse.ArgumentParser) -> None:
         required=True,
     )  # fmt: skip
     chunks = "model chunks per pipeline rank (default: %(default)s)"
-    add_values(parser, positive, "N", ("--vpp", 1, chunks))
+    ranks = "ranks that share a layer's experts (default: %(default)s)"
+    add_values(parser, positive, "N", ("--vpp", 1, chunks), ("--ep", 1, ranks))
     add_values(
         parser, speed, "GB/s",
         ("--nvlink", 900.0, "per GPU, both directions together (default: %(default)s)"),

@@ -55,6 +55,11 @@ class ModelConfig(Section):
         "FP8 format of the linear layers in training; hybrid: e4m3, gradients e5m2; needs "
         "Transformer Engine; null: no FP8.",
     )
+    freeze_router: bool = field(
+        False,
+        "Keep the routers of a mixture of experts as they are, in actor and critic; they compute "
+        "in float32 in any case.",
+    )
     make_vocab_size_divisible_by: int = field(
         128, "The vocabulary is padded to a multiple of this times the tensor-parallel size.", ge=1
     )

@@ -106,3 +106,9 @@ class ParallelConfig(Section):
     def replica_size(self) -> int:
         """Copies of a model, which reduce gradients and share the optimizer: CP x DP."""
         return self.context_parallel_size * self.data_parallel_size
+
+    @property
+    def expert_replica_size(self) -> int:
+        """Copies of each expert, which do the same for it: TP x CP x DP / EP."""
+        ranks = self.tensor_model_parallel_size * self.replica_size
+        return ranks // self.expert_model_parallel_size

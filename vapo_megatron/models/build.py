@@ -237,18 +237,6 @@ def _context_shards(shape: ModelShape, dtype: torch.dtype, ranks: Ranks) -> Cont
     return ContextShards(ranks.cp_group, softmax_scale(shape), varlen=varlen)
 
 
-def freeze_attention(chunks: list[GPTModel]) -> None:
-    """Take the attention's parameters (self_attn of an HF model) out of training, before DDP.
-
-    Source: SAO (arXiv 2607.07508), whose critic trains with its attention frozen.
-    """
-    for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
-            # Transformer Engine keeps the layer's first norm with the projection behind it.
-            if ".self_attention." in name and not name.endswith(".layer_norm_weight"):
-                parameter.requires_grad_(False)
-
-
 class OutputProjection(tensor_parallel.ColumnParallelLinear):
     """An output projection whose forward returns the hidden states; logprobs.py uses its weight.
 

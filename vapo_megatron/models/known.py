@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from vapo_megatron.errors import ConfigError
-from vapo_megatron.models.hf_config import ModelShape, read_model_shape
+from vapo_megatron.models.hf_config import Experts, ModelShape, read_model_shape
 
 # family, hidden, layers, heads, key-value heads, head, feed-forward, vocabulary, tied
 _SIZES = {
@@ -24,10 +24,15 @@ _SIZES = {
     "Qwen3-4B": ("qwen3", 2560, 36, 32, 8, 128, 9728, 151936, True),
     "Qwen3-8B": ("qwen3", 4096, 36, 32, 8, 128, 12288, 151936, False),
     "Qwen3-32B": ("qwen3", 5120, 64, 64, 8, 128, 25600, 151936, False),
+    "Qwen3-30B-A3B": ("qwen3_moe", 2048, 48, 32, 4, 128, 6144, 151936, False),
+    "Qwen3-235B-A22B": ("qwen3_moe", 4096, 94, 64, 4, 128, 12288, 151936, False),
     "Llama-3.2-1B": ("llama", 2048, 16, 32, 8, 64, 8192, 128256, True),
     "Llama-3.1-8B": ("llama", 4096, 32, 32, 8, 128, 14336, 128256, False),
     "Llama-3.1-70B": ("llama", 8192, 80, 64, 8, 128, 28672, 128256, False),
 }
+
+# experts, of them per token, feed-forward of each; in every layer
+_EXPERTS = {"Qwen3-30B-A3B": (128, 8, 768), "Qwen3-235B-A22B": (128, 8, 1536)}
 
 KNOWN_MODELS = tuple(_SIZES)
 
@@ -58,9 +63,16 @@ def known_shape(name: str) -> ModelShape:
         tied=tied,
         max_position_embeddings=32768,
         qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
+        qk_norm=family.startswith("qwen3"),
         initializer_range=0.02,
+        experts=_experts(name, num_layers),
     )
+
+
+def _experts(name: str, num_layers: int) -> Experts | None:
+    if name not in _EXPERTS:
+        return None
+    return Experts(*_EXPERTS[name], normalized=True, layers=tuple(range(num_layers)))
 
 
 def shape_of(model: str, field: str = "model.hf_path") -> ModelShape:

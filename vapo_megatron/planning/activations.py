@@ -19,6 +19,10 @@ it; n is the number of this rank's query heads:
     gate and up                         2 F      2 F            2 F               SiLU
     SiLU's output, up once more         -        2 F            2 F               product
     product                             F        F              F                 linear layer
+    a token's copies for its experts    k H/t    -              -                 experts
+
+With experts F is the sum of the k that a token is sent to, over t, as tokens are even over the
+ranks that hold experts; the router's scores and what the dispatcher remembers are left out.
 
 The GPU column follows megatron-core 0.16.1's layers with their GPU kernels, as selected by
 build.py: torch's fused RMSNorm, attention that does not materialize scores, and a fused SwiGLU. It
@@ -131,7 +135,8 @@ class Passes:
             size * w.ffn * (tokens + w.hidden) + gathered,
             size * ((2 * w.hidden - w.ffn) * tokens + 2 * w.ffn * w.hidden),
         )
-        extra += 2 * residual
+        # What goes to the experts and comes back, forward and backward.
+        extra += 2 * residual + 2 * size * layout.dispatched_width * tokens
         extra += self._recomputed()
         if self.pp_rank == 0:
             extra = max(extra, layout.vocabulary_rows * w.hidden * size)
@@ -184,7 +189,7 @@ class Passes:
         if recompute == "full":
             return self.tokens * h * size
         norms = 2 * h * (2 * 4 + size if self.on_cpu else 2 * size)
-        mlp = (5 if self.on_cpu else 3) * layout.widths.ffn * size
+        mlp = ((5 if self.on_cpu else 3) * layout.widths.ffn + layout.dispatched_width) * size
         return self.tokens * (norms + self._attention(recompute == "selective") + mlp)
 
     def _attention(self, selective: bool) -> int:
@@ -221,7 +226,7 @@ class Passes:
         """
         layout, w = self._layout, self._layout.widths
         h, bytes_per_channel = layout.residual_width, self.tokens * layout.element_bytes
-        mlp = 5 * h + (5 if self.on_cpu else 3) * w.ffn
+        mlp = 5 * h + (5 if self.on_cpu else 3) * w.ffn + 3 * layout.dispatched_width
         attention = 4 * h + w.projected + 3 * w.query + w.key
         logits = self._logits(training=False)
         after = bytes_per_channel * (h + 2 * w.hidden) if logits else 0

@@ -68,7 +68,7 @@ PARTS = {
 _PASTED = {
     "parallel": (
         "world_size", "tensor_model_parallel_size", "context_parallel_size",
-        "pipeline_model_parallel_size",
+        "pipeline_model_parallel_size", "expert_model_parallel_size",
         "virtual_pipeline_model_parallel_size", "sequence_parallel", "use_distributed_optimizer",
         "overlap_grad_reduce", "overlap_param_gather", "recompute", "max_tokens_per_microbatch",
         "offload",
@@ -129,9 +129,13 @@ def describe_ranking(ranking: Ranking, top: int) -> str:
         head += ["step s", "range", *(_SHORT.get(name, name) for name in phases)]
         head += ["bubble", "uneven", "tok/s/GPU", "all tok", "peak GB", "in"]
         rows = [head, *(_row(plan, phases) for plan in ranking.plans[:top])]
-        sizes = [plan.config.parallel.context_parallel_size for plan in ranking.plans[:top]]
-        if max(sizes) > 1:
-            rows = [[row[0], str(cp), *row[1:]] for row, cp in zip(rows, ["CP", *sizes])]
+        for name, field in (
+            ("EP", "expert_model_parallel_size"),
+            ("CP", "context_parallel_size"),
+        ):
+            sizes = [getattr(plan.config.parallel, field) for plan in ranking.plans[:top]]
+            if max(sizes) > 1:
+                rows = [[row[0], str(size), *row[1:]] for row, size in zip(rows, [name, *sizes])]
         legend = LEGEND
         if ranking.plans[0].config.rollout.is_disaggregated:
             idle = [_IDLE, *(_idle_row(plan) for plan in ranking.plans[:top])]

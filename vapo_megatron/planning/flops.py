@@ -6,6 +6,8 @@ Counted are the matrix multiplications, with two FLOPs per multiply-add:
     attention   4 q                              per layer and pair of a query and a key it attends
     output      2 V H (actor), 2 H (critic)      per position whose output is computed
 
+Of a mixture of experts the router and the experts that a token is sent to count.
+
 A causal sequence of l tokens has l (l + 1) / 2 pairs, and packed sequences do not attend to each
 other. The backward pass has two multiplications for each one of the forward pass, so training
 counts three times the forward pass. For a sequence of l tokens with every output computed that is
@@ -88,9 +90,13 @@ def layer_forward_flops(shape: ModelShape, sequence_lengths: Sequence[int], laye
 @functools.lru_cache(maxsize=16)
 def _matrix_elements(shape: ModelShape) -> list[int]:
     """Count the elements of each layer's matrices."""
+    chosen = 0 if shape.experts is None else shape.experts.per_token
     return [
         sum(
-            row.elements(shape) for row in layer_rows(shape, "actor", layer) if row.is_matrix(shape)
+            row.elements(shape)
+            for row in layer_rows(shape, "actor", layer)
+            # Experts are alike: the first ones stand for those that a token is sent to.
+            if row.is_matrix(shape) and (row.expert is None or row.expert < chosen)
         )
         for layer in range(shape.num_layers)
     ]

@@ -33,7 +33,8 @@ from vapo_megatron.models.hf_config import ModelShape, padded_vocab_size
 from vapo_megatron.models.known import shape_of
 from vapo_megatron.models.layout_rules import check_layout
 from vapo_megatron.planning import matrices
-from vapo_megatron.weights.holders import TrainerLayout, layout_of, shard_elements
+from vapo_megatron.weights.frozen import Frozen, frozen
+from vapo_megatron.weights.holders import TrainerLayout, layout_of, num_shards, shard_elements
 from vapo_megatron.weights.reshard.vllm_layout import engine_elements
 from vapo_megatron.weights.table import Row, rows
 
@@ -98,6 +99,8 @@ class Widths(NamedTuple):
     projected: int
     """Query, key and value as projected: rows of linear_qkv."""
     ffn: int
+    """With experts the sum of those that a token is sent to, spread over the ranks: each computes
+    as many tokens, if the load is even."""
     heads: int
     """Number of query heads."""
 
@@ -108,6 +111,8 @@ def widths(shape: ModelShape, tp_size: int) -> Widths:
     With more ranks than key-value heads the projection is still sharded evenly, and each rank's
     attention reads one whole head (megatron-core's attention.py, get_query_key_value).
     """
+    experts = shape.experts
+    ffn = shape.ffn_hidden_size if experts is None else experts.per_token * experts.ffn_hidden_size
     query = shape.num_attention_heads * shape.head_dim
     key = shape.num_key_value_heads * shape.head_dim
     return Widths(
@@ -115,7 +120,7 @@ def widths(shape: ModelShape, tp_size: int) -> Widths:
         query=query // tp_size,
         key=max(shape.num_key_value_heads // tp_size, 1) * shape.head_dim,
         projected=(query + 2 * key) // tp_size,
-        ffn=shape.ffn_hidden_size // tp_size,
+        ffn=ffn // tp_size,
         heads=shape.num_attention_heads // tp_size,
     )
 
@@ -133,6 +138,9 @@ class Layout:
         self.widths = widths(shape, self.tp_size)
         self.residual_width = shape.hidden_size // (self.tp_size if p.sequence_parallel else 1)
         """Channels of the residual stream per token: h of activations.py."""
+        chosen = 0 if shape.experts is None else shape.experts.per_token
+        self.dispatched_width = chosen * shape.hidden_size // self.tp_size
+        """Channels per token that are sent to experts; 0: there are none."""
         self.layers_per_chunk = shape.num_layers // (self.pp_size * self.vpp_size)
         divisor = config.model.make_vocab_size_divisible_by
         self.vocabulary_rows = padded_vocab_size(shape, divisor, self.tp_size) // self.tp_size
@@ -173,8 +181,8 @@ def chunk_rows(
     place = layout_of(shape, config.parallel, config.model.make_vocab_size_divisible_by)
     if trained and role not in config.algorithm.trained_roles:
         return [[] for _ in place.layers[pp_rank]]
-    is_frozen = trained and role == "critic" and config.algorithm.freeze_critic_attention
-    return [list(chunk) for chunk in _chunks(shape, role, place, pp_rank, not is_frozen)]
+    kept = frozen(config, role) if trained else Frozen(False, False)
+    return [list(chunk) for chunk in _chunks(shape, role, place, pp_rank, kept)]
 
 
 def trained_rows(
@@ -187,13 +195,13 @@ def trained_rows(
 
 @functools.lru_cache(maxsize=4096)
 def _chunks(
-    shape: ModelShape, role: Role, place: TrainerLayout, pp_rank: int, with_attention: bool
+    shape: ModelShape, role: Role, place: TrainerLayout, pp_rank: int, kept: Frozen
 ) -> list[list[tuple[Row, int]]]:
     table = sorted(rows(shape, role), key=_module_order)
     sizes = [
-        (row, shard_elements(row, shape, place.tp_size, place.vocab_rows))
+        (row, shard_elements(row, shape, num_shards(row, place.tp_size), place.vocab_rows))
         for row in table
-        if with_attention or not row.is_attention
+        if row not in kept and place.on_first_rank(row)
     ]
     in_layers = [(row.layers(shape), row, size) for row, size in sizes if row.is_in_layer]
     chunks = [
@@ -231,19 +239,26 @@ def state_bytes(shape: ModelShape, config: VapoConfig, role: Role, *, pp_rank: i
         return _with_matrices(shape, config, role, kind, pp_rank)
     parameters = gradients = optimizer = 0
     every, trained = (
-        chunk_parameters(shape, config, role, pp_rank=pp_rank, trained=only)
-        for only in (False, True)
+        chunk_rows(shape, config, role, pp_rank=pp_rank, trained=only) for only in (False, True)
     )
-    for index, (all_sizes, sizes) in enumerate(zip(every, trained, strict=True)):
-        frozen = sum(all_sizes) - sum(sizes)
-        held = owned = sum(sizes)
-        if parallel.use_distributed_optimizer:
-            bucketed = parallel.overlap_grad_reduce and pp_rank == 0 and index == 0
-            held = padded_elements(sizes, parallel.replica_size, bucketed=bucketed)
-            owned = held // parallel.replica_size
-        parameters += (held + frozen) * size
-        gradients += held * 4
-        optimizer += owned * optimizer_bytes(config)
+    for index, (all_rows, learning) in enumerate(zip(every, trained, strict=True)):
+        frozen_ = sum(n for _, n in all_rows) - sum(n for _, n in learning)
+        parameters += frozen_ * size
+        # Experts have a buffer of their own: other ranks hold the same ones.
+        for is_expert, copies in (
+            (False, parallel.replica_size),
+            (True, parallel.expert_replica_size),
+        ):
+            sizes = [n for row, n in learning if (row.expert is not None) == is_expert]
+            held = owned = sum(sizes)
+            if parallel.use_distributed_optimizer:
+                bucketed = parallel.overlap_grad_reduce and pp_rank == 0 and index == 0
+                limit = max(40_000_000, 1_000_000 * parallel.replica_size)
+                held = padded_elements(sizes, copies, limit if bucketed else math.inf)
+                owned = held // copies
+            parameters += held * size
+            gradients += held * 4
+            optimizer += owned * optimizer_bytes(config)
     return StateBytes(parameters, gradients, optimizer)
 
 
@@ -273,10 +288,9 @@ def saved_state_bytes(shape: ModelShape, config: VapoConfig, role: Role) -> int:
     """
     layout, kind = Layout(shape, config), matrices.kind_of(config, role)
     vocab_rows = layout.vocabulary_rows * layout.tp_size
-    is_frozen = role == "critic" and config.algorithm.freeze_critic_attention
-    total = 0
+    kept, total = frozen(config, role), 0
     for row in rows(shape, role):
-        if row.is_copy or is_frozen and row.is_attention:
+        if row.is_copy or row in kept:
             continue
         elements = shard_elements(row, shape, 1, vocab_rows)
         if kind is None:
@@ -298,17 +312,16 @@ def optimizer_checkpoint_bytes(config: VapoConfig) -> int:
     return optimizer_bytes(config)
 
 
-def padded_elements(sizes: list[int], dp_size: int, *, bucketed: bool) -> int:
+def padded_elements(sizes: list[int], dp_size: int, limit: float = math.inf) -> int:
     """Length of the distributed optimizer's buffer for parameters of these sizes.
 
     Args:
         sizes: in elements, in the module's order; the buffer holds them in reverse.
-        dp_size: number of ranks that hold them, data-parallel times context-parallel.
-        bucketed: overlap_grad_reduce splits the first stage's first chunk into buckets of at least
+        dp_size: number of ranks that hold them, of dense ones data- times context-parallel.
+        limit: overlap_grad_reduce splits the first stage's first chunk into buckets of at least
             max(40e6, 1e6 * dp) elements (distributed_data_parallel.py).
     """
     end_alignment = math.lcm(dp_size, BUCKET_ALIGNMENT)
-    limit = max(40_000_000, 1_000_000 * dp_size) if bucketed else math.inf
     end = bucket_start = 0
     for size in reversed(sizes):
         end = _round_up(end, PARAMETER_ALIGNMENT) + size

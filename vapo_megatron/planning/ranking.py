@@ -40,6 +40,7 @@ class Fixed(NamedTuple):
     tp: int | None = None
     cp: int | None = None
     pp: int | None = None
+    ep: int | None = None
     vpp: int | None = None
     recompute: str | None = None
     recompute_layers: int | None = None
@@ -53,7 +54,7 @@ class Fixed(NamedTuple):
 
 
 class Ranking(NamedTuple):
-    """Plans that fit, fastest first, one per (TP, CP, PP, vLLM TP); and why others do not."""
+    """Plans that fit, fastest first, one per (TP, CP, PP, EP, vLLM TP); and why others do not."""
 
     plans: list[Plan]
     undivided: dict[str, str]
@@ -139,10 +140,10 @@ def trainer_layouts(
 ) -> tuple[list[VapoConfig], dict[str, str]]:
     """Return the trainer's valid layouts, and the reasons why others are invalid.
 
-    TP stays within a node: every power of two that fits into it. CP is tried in powers of two, as
-    long as each rank has CONTEXT_TOKENS of the longest sequence. PP is every divisor of the
-    remaining GPUs. Sequence parallelism is on with TP: the same result with less memory. Virtual
-    stages are left to `variants` unless fixed.
+    TP stays within a node: every power of two that fits into it. EP spans up to four. CP is tried
+    in powers of two, as long as each rank has CONTEXT_TOKENS of the longest sequence. PP is every
+    divisor of the remaining GPUs. Sequence parallelism is on with TP: the same result with less
+    memory. Virtual stages are left to `variants` unless fixed.
 
     Args:
         shape: the model.
@@ -152,6 +153,9 @@ def trainer_layouts(
     """
     world_size, rollout = base.parallel.world_size, base.rollout
     tensors = [fixed.tp] if fixed.tp else _powers_of_two(min(gpus_per_node, world_size))
+    # Tokens for experts go to other nodes, too, as others' trainers have them: to four at most.
+    most = 1 if shape.experts is None else min(shape.experts.count, 4 * gpus_per_node, world_size)
+    experts = [fixed.ep] if fixed.ep else _powers_of_two(most)
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     contexts = [fixed.cp] if fixed.cp else _powers_of_two(max(1, longest // CONTEXT_TOKENS))
     chunks = fixed.vpp if fixed.vpp != 1 else None
@@ -159,7 +163,11 @@ def trainer_layouts(
     for tp_size, cp_size in itertools.product(tensors, contexts):
         ranks = tp_size * cp_size
         pipelines = [n for n in range(1, world_size + 1) if world_size % (ranks * n) == 0]
-        for pp_size in [fixed.pp] if fixed.pp else pipelines or [1]:
+        for pp_size, ep_size in itertools.product(
+            [fixed.pp] if fixed.pp else pipelines or [1], experts
+        ):
+            if not fixed.ep and world_size % (pp_size * ep_size):
+                continue
             config = with_parallel(
                 base,
                 tensor_model_parallel_size=tp_size,
@@ -167,6 +175,7 @@ def trainer_layouts(
                 pipeline_model_parallel_size=pp_size,
                 virtual_pipeline_model_parallel_size=chunks,
                 sequence_parallel=tp_size > 1,
+                expert_model_parallel_size=ep_size,
             )
             try:
                 check_together(config)
@@ -184,7 +193,8 @@ def layout_name(config: VapoConfig) -> str:
     """Return TP 8 x PP 4, or TP 8 x CP 2 x PP 4."""
     p = config.parallel
     cp = f" x CP {p.context_parallel_size}" * (p.context_parallel_size > 1)
-    return f"TP {p.tensor_model_parallel_size}{cp} x PP {p.pipeline_model_parallel_size}"
+    ep = f" x EP {p.expert_model_parallel_size}" * (p.expert_model_parallel_size > 1)
+    return f"TP {p.tensor_model_parallel_size}{cp} x PP {p.pipeline_model_parallel_size}{ep}"
 
 
 def variants(shape: ModelShape, layout: VapoConfig, fixed: Fixed) -> Iterator[VapoConfig]:

@@ -110,6 +110,8 @@ def _stage_bytes(shape: ModelShape, trainer: TrainerLayout, bytes_per_element: i
     """Sum each stage's shard of one tensor-parallel rank, with the vocabulary's padding."""
     found = [0] * trainer.pp_size
     for row, layer in rows_in_order(shape, "actor"):
+        if not trainer.on_first_rank(row):
+            continue
         # Shards are equal, and the first has no padding unless it is padding alone.
         pieces = trainer_pieces(row, shape, trainer, tp_rank=0)
         elements = sum(piece.rows * piece.columns for piece in pieces)

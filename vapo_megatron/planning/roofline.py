@@ -14,6 +14,10 @@ parallelism):
     memory         10 H (two norms, two residuals), 2 (q + k) (rotary), 3 F (SwiGLU), in elements
     communication  TP: two all-reduces of H elements, or all-gathers and reduce-scatters of the same
                    CP: keys and values, 2 k elements, of the other ranks, by a ring or a gather
+                   EP: H elements for each of a token's experts there and back, in place of the
+                   second of TP's; 6 more pass through memory to be sorted and put back
+
+Experts' products are counted at the rate of others, and their load as even over the ranks.
 
 Context-parallel ranks share tokens, pairs and outputs evenly (data/context_parallel.py). Backward
 gathers keys and values again and sends their gradients. A ring overlaps some of this with
@@ -43,7 +47,6 @@ from vapo_megatron.planning.matrices import kind_of, update_seconds
 from vapo_megatron.planning.model_bytes import (
     Layout,
     engine_weight_bytes,
-    num_parameters,
     trained_rows,
 )
 from vapo_megatron.planning.workload import Loads, Workload, loads
@@ -122,12 +125,20 @@ class _Trainer(Layout):
         # A sequence of 1 token has 1 pair, one of 2 has 3.
         per_pair = two - 2 * one
         elements = 10 * self.residual_width + 2 * (w.query + w.key) + 3 * w.ffn
+        elements += 6 * self.dispatched_width
         token = matmul * (one - per_pair) / self.tp_size / cluster.rate("matmul")
         token += memory * elements * size / cluster.rate("memory")
         # An all-reduce moves as much as an all-gather and a reduce-scatter.
-        token += communication * 4 * cluster.all_gather_seconds(w.hidden * size, self.tp_size)
+        collectives = 4 if shape.experts is None else 2
+        token += (
+            communication * collectives * cluster.all_gather_seconds(w.hidden * size, self.tp_size)
+        )
+        ep_size = self.config.parallel.expert_model_parallel_size
+        sent = cluster.all_gather_seconds(self.dispatched_width * size, ep_size)
+        token += communication * 2 * sent
         pair = attention * per_pair / self.tp_size / cluster.rate("attention")
-        calls = communication * 2 * cluster.collective_seconds if self.tp_size > 1 else 0.0
+        shared = (self.tp_size > 1) + (ep_size > 1)
+        calls = communication * 2 * cluster.collective_seconds * shared
         num_layers, part = shape.num_layers // self.pp_size, 1 / self.cp_size
         return Rates(*(num_layers * x for x in (part * token, part * pair, 0.0, calls)))
 
@@ -187,12 +198,18 @@ class _Trainer(Layout):
             for stage in self.outer_stages
         )  # fmt: skip
 
-    def trained_parameters(self, role: Role) -> int:
-        """Trained parameters of a rank on the stage that has most."""
-        return max(
-            num_parameters(self.shape, self.config, role, pp_rank=stage, trained=True)
-            for stage in self.outer_stages
+    def trained_parameters(self, role: Role) -> list[tuple[int, int]]:
+        """Trained parameters of a rank on the stage that has most: (count, copies), by holders."""
+        parallel = self.config.parallel
+        most = max(
+            (trained_rows(self.shape, self.config, role, stage) for stage in self.outer_stages),
+            key=lambda found: sum(size for _, size in found),
         )
+        experts = sum(size for row, size in most if row.expert is not None)
+        return [
+            (sum(size for _, size in most) - experts, self.replica_size),
+            (experts, parallel.expert_replica_size),
+        ]
 
 
 def scoring(
@@ -232,7 +249,8 @@ def update(
         communication=1,
     )
 
-    held = trainer.trained_parameters(role)
+    of_holders = trainer.trained_parameters(role)
+    held = sum(count for count, _ in of_holders)
     accumulated = Rates(microbatch=ACCUMULATED_BYTES * held / cluster.rate("memory"))
     # Forward, recomputed, and backward, where their gradients go as well.
     context = trainer.context(1 + attention_again + 2)
@@ -246,10 +264,10 @@ def update(
     count = float(work.microbatches[:, 0].sum())
     one_pass = float(_layers_seconds(stage, host, work).mean(1).sum()) / count
     # Gradients are reduced during the last microbatch only, parameters gathered in the first.
-    collectives = _gradient_seconds(trainer, held, role, overlapped_seconds=one_pass / 2)
+    collectives = _gradient_seconds(trainer, of_holders, role, overlapped_seconds=one_pass / 2)
     collectives += trainer.matrix_seconds(role)
     is_shared = parallel.use_distributed_optimizer or kind_of(config, role) is not None
-    owned = held / (trainer.replica_size if is_shared else 1)
+    owned = sum(count / (copies if is_shared else 1) for count, copies in of_holders)
     memory = (OWNED_BYTES * owned + HELD_BYTES * held) / cluster.rate("memory")
 
     phase = _pipeline(trainer, stage, host, output, work, collectives + memory, context)
@@ -265,27 +283,34 @@ def update(
 
 
 def _gradient_seconds(
-    trainer: _Trainer, held: int, role: Role, *, overlapped_seconds: float
+    trainer: _Trainer,
+    of_holders: list[tuple[int, int]],
+    role: Role,
+    *,
+    overlapped_seconds: float,
 ) -> float:
     """Time of one update's data-parallel collectives that is not overlapped with compute.
 
     Args:
         trainer: the layout.
-        held: parameters on one rank.
+        of_holders: see _Trainer.trained_parameters.
         role: whose; Dion and Muon need whole gradients, and gather parameters at once.
         overlapped_seconds: compute that overlap_grad_reduce and overlap_param_gather can hide
             behind, each: half of one microbatch's forward and backward pass, as gradients are
             reduced during the last microbatch and parameters gathered during the first.
     """
     parallel, cluster = trainer.config.parallel, trainer.cluster
-    size, stride = trainer.replica_size, trainer.tp_size
-    reduced = cluster.all_gather_seconds(4 * held, size, stride)
+    stride = trainer.tp_size
+    reduced = sum(cluster.all_gather_seconds(4 * n, size, stride) for n, size in of_holders)
     has_matrices = kind_of(trainer.config, role) is not None
     if has_matrices or not parallel.use_distributed_optimizer:
         reduced *= 2
     gathered = 0.0
     if has_matrices or parallel.use_distributed_optimizer:
-        gathered = cluster.all_gather_seconds(trainer.element_bytes * held, size, stride)
+        gathered = sum(
+            cluster.all_gather_seconds(trainer.element_bytes * n, size, stride)
+            for n, size in of_holders
+        )
     if parallel.overlap_grad_reduce:
         reduced = max(0.0, reduced - overlapped_seconds)
     if parallel.overlap_param_gather and not has_matrices:

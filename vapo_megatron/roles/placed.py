@@ -10,12 +10,14 @@ from torch.nn import Module
 
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.config.phases import Held, Role
-from vapo_megatron.models.build import build_model, freeze_attention
+from vapo_megatron.models.build import build_model
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.parallel.gradient_buffers import wait_for_parameters
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.offload import ORDER, Offload
+from vapo_megatron.weights.frozen import Frozen, frozen
 from vapo_megatron.weights.load_hf import load_hf_weights
+from vapo_megatron.weights.parameters import local_parameters
 
 
 def load_model(
@@ -26,8 +28,10 @@ def load_model(
     Without hf_path they are random until a checkpoint is loaded.
     """
     model = build_model(shape, config.model, config.parallel, ranks, role, seed=config.seed)
-    if role == "critic" and config.algorithm.freeze_critic_attention:
-        freeze_attention(model)
+    if (kept := frozen(config, role)) != Frozen(False, False):
+        parameters = [p for chunk in model for p in chunk.parameters()]
+        for one, parameter in zip(local_parameters(model, shape, role), parameters, strict=True):
+            parameter.requires_grad_(one.row not in kept)
     if hf_path is not None:
         load_hf_weights(model, shape, hf_path, ranks, role)
     return model

@@ -54,15 +54,14 @@ def local_parameters(
             match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
             layer, key = 0, name
             if match:
-                module: Any = chunk.decoder.layers[int(match[1])]  # type: ignore[index]
+                module: Any = chunk.get_submodule(f"decoder.layers.{match[1]}")
                 layer = module.layer_number - 1
                 experts = getattr(module.mlp, "local_expert_indices", [0])
                 key = LAYER + shift_expert(match[2], experts[0])
             # A name may be in several rows, for different layers.
-            row = next(
-                (r for r in by_name.get(key, ()) if not match or layer in r.layers(shape)), None
-            )
-            assert row is not None, f"parameter {name} of the {role} is not in the name table"
+            fitting = [r for r in by_name.get(key, ()) if not match or layer in r.layers(shape)]
+            assert len(fitting) == 1, f"parameter {name} of the {role} is not in the name table"
+            row = fitting[0]
             hf_names = tuple(n.format(layer) for n in row.hf)
             found.append(LocalParameter(name, parameter.data, row, hf_names, layer))
     return found

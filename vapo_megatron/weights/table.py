@@ -62,6 +62,11 @@ class Row:
         """Is it of attention, which a norm before it is not?"""
         return ".self_attention." in self.megatron[0]
 
+    @property
+    def is_router(self) -> bool:
+        """Does it choose experts?"""
+        return ".router." in self.megatron[0]
+
     def is_matrix(self, shape: ModelShape) -> bool:
         """Has it two dimensions, so that inputs are multiplied with it?"""
         return len(self.shapes(shape)[0]) == 2

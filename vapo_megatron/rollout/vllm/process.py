@@ -41,7 +41,7 @@ def adapt_vllm(rank: int, run_name: str) -> None:
         vllm_experts.CPUUnquantizedExperts.process_weights_after_loading = (  # type: ignore
             lambda self, layer: None
         )
-        vllm_experts.CPUUnquantizedExperts.apply = _apply_experts  # type: ignore[method-assign]
+        vllm_experts.CPUUnquantizedExperts.apply = _apply_experts  # type: ignore
         vllm_sampler.batched_count_greater_than = _count_at_least
         # The function itself: compiling it takes seconds in every process, and a C++ compiler.
         vllm_vocabulary.get_masked_input_and_mask = inspect.unwrap(

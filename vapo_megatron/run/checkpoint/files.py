@@ -32,6 +32,7 @@ from vapo_megatron.data.storage import replacing, sha256_of, sync
 from vapo_megatron.errors import CheckpointError, tell
 from vapo_megatron.parallel.reduce import gather_objects
 from vapo_megatron.weights.convert.sharded_files import ShardedReader
+from vapo_megatron.weights.frozen import frozen
 
 T = TypeVar("T")
 LATEST, SUMS, STATE = "latest", "checksums.json", "state.json"
@@ -320,15 +321,19 @@ def check_optimizer(
     is_distributed = config.parallel.use_distributed_optimizer and method == "adamw"
     has_main = dtype == "bfloat16" and not is_distributed
     learns_attention = any(".self_attention.linear_proj." in k or ".o_proj." in k for k in keys)
-    is_frozen = role == "critic" and config.algorithm.freeze_critic_attention
+    has_experts = any(".experts." in k for k in keys)
+    learns_routers = any(".router." in k for k in keys)
+    kept = frozen(config, role)
     if (
         ("param" in kinds) != is_distributed
         or ("fp32_param" in kinds) != has_main
-        or learns_attention == is_frozen
+        or learns_attention == kept.attention
+        or (has_experts and learns_routers == kept.routers)
     ):
+        of_router = f", model.freeze_router={kept.routers}" if has_experts else ""
         raise CheckpointError(
             f"{field}: the state of its {role}'s optimizer does not fit this run's "
             f"parallel.use_distributed_optimizer={is_distributed}, model.dtype={dtype} and "
-            f"algorithm.freeze_critic_attention={config.algorithm.freeze_critic_attention}; use "
+            f"algorithm.freeze_critic_attention={kept.attention}{of_router}; use "
             f"the settings of the run that wrote it, or {remedy}"
         )
