@@ -31,7 +31,12 @@ from tests.distributed.problem import (
     places,
     turns,
 )
-from tests.models.float64 import by_hf_name, load_float64, smallest_margin
+from tests.models.float64 import (
+    by_hf_name,
+    load_float64,
+    replay_routes,
+    smallest_margin,
+)
 
 
 class Expected(NamedTuple):
@@ -89,6 +94,22 @@ def routing_margin(directory: str, problem: Problem) -> float:
     with torch.no_grad():
         hidden_states(model, problem)
     return smallest_margin(model)
+
+
+def replayed_gradients(directory: str, problem: Problem, loss: str) -> Expected:
+    """Of an actor whose routers point the other way, but choose as they did before."""
+    model = load_float64(directory)
+    with torch.no_grad():
+        hidden_states(model, problem)
+        for name, parameter in model.named_parameters():
+            if name.endswith("mlp.gate.weight"):
+                parameter.neg_()
+    replay_routes(model)
+    outputs = actor_outputs(model, problem)
+    value, *by_output = actor_loss(
+        *(x.tolist() for x in outputs), problem, ACTOR_LOSSES[loss]
+    )  # fmt: skip
+    return Expected(value, _gradients(list(outputs), by_output, model))
 
 
 def load_critic(directory: str) -> Any:

@@ -5,10 +5,14 @@ is close to a tie (conftest.py), so every layout must choose the same.
 """
 
 import pytest
+import torch
 
+from tests.distributed import float64
+from tests.distributed import measure as measuring
 from tests.distributed.cases import name
 from tests.distributed.measure import SMALL, UNPACKED, Layout
-from tests.distributed.test_matrix import check
+from tests.distributed.problem import ACTOR_LOSSES
+from tests.distributed.test_matrix import TOLERANCES, check
 
 _DISTRIBUTED = dict(distributed=True, overlap=True)
 LAYOUTS = (
@@ -51,3 +55,69 @@ def test_gradients_equal_float64(workers, references, record, role, layout):
 @pytest.mark.parametrize("role,layout", SOME, ids=_named)
 def test_dense_layers_between(workers, references, record, role, layout):
     check(workers, references, record, role, layout, variant="some experts")
+
+
+# Router replay
+
+REPLAYED = (
+    Layout(budget=SMALL),
+    Layout(dp=2, ep=2, budget=SMALL),
+    Layout(tp=2, sp=True, ep=2, budget=SMALL),
+    Layout(cp=2, ep=2, budget=SMALL),
+    Layout(pp=2, dp=2, ep=2, budget=SMALL),
+    Layout(pp=2, vpp=2, budget=SMALL),
+    Layout(dp=2, ep=2, budget=SMALL, recompute="full"),
+    Layout(pp=2, vpp=2, budget=SMALL, recompute="block 1"),
+    Layout(tp=2, sp=True, pp=2, ep=2, budget=SMALL, recompute="uniform 2"),
+)
+SMOOTH = "entropy"
+"""A loss without clips: the replayed model is far from the problem's old log-probabilities."""
+
+
+def replayed(hf_path, file, problem, layout, replay):
+    """Errors of the gradients after all routers were turned round, and the share of other routes;
+    a worker's function."""
+    from vapo_megatron.models.hf_config import read_model_shape
+    from vapo_megatron.parallel import groups
+    from vapo_megatron.roles.actor import Actor
+
+    config = measuring.make_config(layout, hf_path, {"router_replay": replay})
+    here = groups.initialize(config.parallel)
+    mine = measuring._plan(layout)[here.dp_rank]
+    actor = Actor(read_model_shape(hf_path), config, here, hf_path)
+    measuring._outputs(actor, "actor", problem, mine, here)
+    with torch.no_grad():
+        for chunk in actor.placed.model:
+            for name, parameter in chunk.named_parameters():
+                if ".router." in name:
+                    parameter.neg_()
+    expected = torch.load(file, weights_only=False)
+    loss, found = measuring._gradients(
+        actor, "actor", problem, mine, here, ACTOR_LOSSES[SMOOTH]
+    )  # fmt: skip
+    other = None if actor.replay is None else actor.replay.other_fraction()
+    return measuring._compared(found, expected.gradients), loss - expected.loss, other
+
+
+@pytest.fixture(scope="module")
+def turned_round(references, tmp_path_factory):
+    """(model, file of the expected gradients, problem) with routers turned round and replayed."""
+    path, _, problem = references.get("actor", "experts")
+    file = tmp_path_factory.mktemp("replayed") / "expected.pt"
+    torch.save(float64.replayed_gradients(path, problem, SMOOTH), file)
+    return path, str(file), problem
+
+
+@pytest.mark.parametrize("layout", REPLAYED, ids=name)
+def test_routes_are_replayed_where_their_tokens_are(workers, turned_round, layout):
+    arguments = (*turned_round, layout, "r2")
+    for errors, loss, other in workers.run(layout.world_size, replayed, *arguments):
+        assert max(errors.values()) < TOLERANCES["float32"].gradient
+        assert abs(loss) < 1e-5
+        # The chance that two of eight experts are best either way round is nil.
+        assert other > 0.99
+
+
+def test_without_replay_the_router_chooses_anew(workers, turned_round):
+    ((errors, _, other),) = workers.run(1, replayed, *turned_round, Layout(budget=SMALL), "off")
+    assert max(errors.values()) > 0.1 and other is None

@@ -32,8 +32,15 @@ def load_float64(directory: str) -> Any:
     for module in model.modules():
         if type(module).__name__.endswith("TopKRouter"):
             module.forward = _route.__get__(module)
-            module.margins = []
+            module.margins, module.chosen, module.replayed = [], [], False
     return model
+
+
+def replay_routes(model: Any) -> None:
+    """From now on each router chooses what it chose so far, call by call, from the first one."""
+    for module in model.modules():
+        if hasattr(module, "chosen"):
+            module.replayed = True
 
 
 def by_hf_name(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -64,7 +71,13 @@ def _route(self: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     logits = hidden.reshape(-1, self.hidden_dim) @ self.weight.T
     best = logits.detach().topk(self.top_k + 1).values
     self.margins.append(float((best[:, -2] - best[:, -1]).min()))
-    chosen, experts = logits.softmax(-1).topk(self.top_k)
+    scores = logits.softmax(-1)
+    chosen, experts = scores.topk(self.top_k)
+    if self.replayed:
+        experts = self.chosen.pop(0)
+        chosen = scores.gather(1, experts)
+    else:
+        self.chosen.append(experts)
     assert chosen.dtype == torch.float64
     if self.norm_topk_prob:
         chosen = chosen / chosen.sum(-1, keepdim=True)

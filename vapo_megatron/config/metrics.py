@@ -186,6 +186,11 @@ METRICS: dict[str, Metric] = {
         "", "Largest |ratio - 1| in the step's first mini-batch; reported only."
     ),
     "actor/grad_norm": Metric("", "Gradient norm before clipping, mean over the step's updates."),
+    "actor/other_routes_fraction": Metric(
+        "",
+        "With router replay: share of (token, layer) for which the router as it is now, before "
+        "each update, would choose other experts.",
+    ),
     "actor/skipped_updates": Metric(
         "", "Updates not made: a loss, gradient, value or log-probability was not finite."
     ),

@@ -60,6 +60,23 @@ def behaviour_rule(c: VapoConfig) -> str | None:
     return None
 
 
+def replay_rule(c: VapoConfig) -> str | None:
+    """Whose routes are replayed."""
+    if c.algorithm.router_replay == "off":
+        return None
+    for name, value, ok in (
+        ("rollout.behaviour", c.rollout.behaviour, c.rollout.behaviour == "recomputed"),
+        ("algorithm.policy_loss", c.algorithm.policy_loss, c.algorithm.policy_loss != "none"),
+    ):
+        if not ok:
+            return (
+                f"algorithm.router_replay={c.algorithm.router_replay} replays the pass that "
+                f"computes the old log-probabilities, which there is none of with {name}={value}; "
+                f"set router_replay=off, or change {name.split('.')[1]}"
+            )
+    return None
+
+
 def placement_rule(c: VapoConfig) -> str | None:
     """In which processes vLLM runs."""
     r = c.rollout

@@ -13,6 +13,7 @@ from vapo_megatron.config.rollout_rules import (
     environment_rule,
     given_rule,
     placement_rule,
+    replay_rule,
     shared_queue_rule,
 )
 from vapo_megatron.config.schema import VapoConfig
@@ -390,5 +391,6 @@ _RULES = (
     _estimator_rule, _stage_rule, _sampling_rule, _reward_rule, _verifier_rule, _reward_model_rule,
     _value_range_rule, _timeouts_rule, _precision_rule, _dynamic_sampling_rule,
     _sources_rule, _policy_loss_rule, _no_advantages_rule, behaviour_rule, _critic_prompt_rule,
+    replay_rule,
     _recompute_rule, _matrices_rule, vllm_args_rule, kv_cache_rule, environment_rule,
 )  # fmt: skip

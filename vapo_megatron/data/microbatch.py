@@ -57,6 +57,8 @@ class Microbatch:
     position before the token."""
     context_parallel: ContextParallelTokens | None
     """With context parallelism."""
+    number: int | None = None
+    """Among a step's forward passes on this rank; None: it is none of them."""
 
     @property
     def targets(self) -> Tensor:

@@ -62,7 +62,10 @@ def make_microbatches(
 
     The keywords are those of make_microbatch, from models/partition.py's microbatch_options.
     """
-    return [make_microbatch(part, **options) for part in _consecutive(batch, sizes)]
+    return [
+        dataclasses.replace(make_microbatch(part, **options), number=number)
+        for number, part in enumerate(_consecutive(batch, sizes))
+    ]
 
 
 def filled_in(microbatches: Sequence[Microbatch], batch: RolloutBatch) -> list[Microbatch]:

@@ -32,6 +32,8 @@ from vapo_megatron.parallel.reduce import (
 
 Head = Callable[[Tensor, Microbatch], Tensor]
 LossFunction = Callable[[Tensor, Microbatch], tuple[Tensor, dict[str, Tensor]]]
+Before = Callable[[torch.nn.Module, Microbatch], None]
+"""Called before each forward pass, with the model chunk without DDP."""
 
 
 def forward_only(
@@ -40,6 +42,7 @@ def forward_only(
     head: Head,
     *,
     per_response: bool = False,
+    before: Before | None = None,
 ) -> list[Tensor]:
     """Run the pipeline forward without gradients.
 
@@ -50,6 +53,7 @@ def forward_only(
             microbatch's response tokens, those of other context-parallel ranks among them
             (parallel/context.py gathers them); called on the last stage only.
         per_response: head returns [B] or [B, width], a row for each response, instead.
+        before: see Before.
 
     Returns:
         What head returned, float32, on the device, in the order of the microbatches, on every rank
@@ -61,7 +65,7 @@ def forward_only(
         return head(output, microbatch).float()
 
     with torch.no_grad():
-        results = _run(chunks, microbatches, collect, forward_only=True)
+        results = _run(chunks, microbatches, collect, before, forward_only=True)
     lengths = [m.batch.num_responses if per_response else m.outputs.numel() for m in microbatches]
     return broadcast_from_last_stage(results[: len(lengths)], lengths, ranks)
 
@@ -70,6 +74,7 @@ def forward_backward(
     chunks: Sequence[DistributedDataParallel],
     microbatches: Sequence[Microbatch],
     loss_function: LossFunction,
+    before: Before | None = None,
 ) -> dict[str, Tensor]:
     """Leave the gradient of the sum of all losses in the chunks' gradient buffers.
 
@@ -100,6 +105,7 @@ def forward_backward(
         loss_function: (last stage's output, microbatch on the device) -> (loss, detached 0-d
             metrics); called on the last stage only. For a microbatch without response tokens its
             loss is 0 with the graph intact.
+        before: see Before.
 
     Returns:
         Each metric summed over this data-parallel rank's microbatches, or the maximum of one whose
@@ -117,7 +123,7 @@ def forward_backward(
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), metrics
 
     totals: dict[str, Tensor] = {}
-    for metrics in _run(chunks, microbatches, evaluate, forward_only=False):
+    for metrics in _run(chunks, microbatches, evaluate, before, forward_only=False):
         for name, value in metrics.items():
             reduce = torch.maximum if name.endswith("_max") else torch.add
             totals[name] = reduce(totals[name], value) if name in totals else value
@@ -136,6 +142,7 @@ def _run(
     chunks: Sequence[torch.nn.Module],
     microbatches: Sequence[Microbatch],
     after: Callable[..., Any],
+    before: Before | None,
     *,
     forward_only: bool,
 ) -> list[Any]:
@@ -147,6 +154,8 @@ def _run(
 
     def forward_step(data: Iterator[Microbatch], chunk: torch.nn.Module) -> tuple[Tensor, Any]:
         microbatch = next(data)
+        if before is not None:
+            before(getattr(chunk, "module", chunk), microbatch)
         output = chunk(
             input_ids=microbatch.tokens[None],
             position_ids=microbatch.position_ids[None],

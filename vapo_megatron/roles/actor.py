@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -15,13 +16,14 @@ from vapo_megatron.config.metrics import emits
 from vapo_megatron.data.microbatch import Microbatch
 from vapo_megatron.models.build import gather_hidden, output_weight
 from vapo_megatron.models.hf_config import ModelShape
+from vapo_megatron.models.routes import Mode, RouterReplay
 from vapo_megatron.parallel.context import gather_tokens
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.logprobs import linear_logprobs
 from vapo_megatron.parallel.minibatches import MiniBatch
 from vapo_megatron.parallel.optimizer import learning_rate
 from vapo_megatron.parallel.reduce import max_over_world
-from vapo_megatron.parallel.schedule import forward_only
+from vapo_megatron.parallel.schedule import Before, forward_only
 from vapo_megatron.roles.placed import PlacedModel, load_model
 from vapo_megatron.roles.trained import TrainedModel, mean_of_updates
 
@@ -87,12 +89,16 @@ class Actor(Policy):
         if "actor" in config.algorithm.trained_roles:
             self.trained = TrainedModel(model, shape, config, ranks, "actor")
         self.placed = self.trained.placed if self.trained else PlacedModel(model)
+        self.replay: RouterReplay | None = None
+        if config.algorithm.router_replay != "off" and shape.experts is not None:
+            self.replay = RouterReplay(model, shape.experts.count)
 
     def compute_logprobs(self, microbatches: Sequence[Microbatch]) -> tuple[Tensor, Tensor]:
         """Return (logprobs, entropy) of the response tokens, no gradient; both float32 [T], CPU.
 
         T runs over the response tokens of all microbatches in order. Both are at the rollout's
-        temperature; entropy is in nats.
+        temperature; entropy is in nats. With router replay the routes of these passes are
+        remembered for the updates.
         """
 
         def head(output: Tensor, microbatch: Microbatch) -> Tensor:
@@ -100,10 +106,22 @@ class Actor(Policy):
             assert entropy is not None
             return torch.stack([logprobs, entropy], dim=-1)
 
-        both = torch.cat(forward_only(self.placed.chunks, microbatches, head)).cpu()
+        with self._routes("record") as before:
+            results = forward_only(self.placed.chunks, microbatches, head, before=before)
+        both = torch.cat(results).cpu()
         return both[:, 0].contiguous(), both[:, 1].contiguous()
 
+    @contextlib.contextmanager
+    def _routes(self, mode: Mode) -> Iterator[Before | None]:
+        """Record or replay routes in the body, with what schedule.py is to call; None: neither."""
+        if self.replay is None:
+            yield None
+            return
+        with self.replay.during(mode):
+            yield self.replay.begin
+
     @emits(
+        "actor/other_routes_fraction",
         "actor/loss",
         "actor/policy_loss",
         "actor/positive_lm_loss",
@@ -136,7 +154,8 @@ class Actor(Policy):
         for mini_batch in mini_batches:
             loss_function = partial(self._loss, mini_batch)
             rate = learning_rate(self.trained.num_updates, self.config.optimizer, "actor")
-            learned = self.trained.update(mini_batch, loss_function, rate)
+            with self._routes("replay") as before:
+                learned = self.trained.update(mini_batch, loss_function, rate, before)
             if not mini_batch.counts["positive_tokens"]:
                 # Undefined, and a 0 would bias the mean over the updates.
                 del learned["positive_lm_loss"]
@@ -151,12 +170,17 @@ class Actor(Policy):
                     self._check_ratio(ratios)
         totals = {**first, **mean_of_updates(updates)}
         totals["learning_rate"] = torch.tensor(rate, dtype=torch.float64)
+        if self.replay is not None:
+            totals["other_routes_fraction"] = torch.tensor(self.replay.other_fraction())
         return {f"actor/{name}": float(value) for name, value in totals.items()}
 
     def compute_gradients(self, mini_batch: MiniBatch) -> dict[str, Tensor]:
         """Leave one mini-batch's reduced gradient in the DDP buffers; return metrics."""
         assert self.trained is not None
-        return self.trained.compute_gradients(mini_batch, partial(self._loss, mini_batch))
+        with self._routes("replay") as before:
+            return self.trained.compute_gradients(
+                mini_batch, partial(self._loss, mini_batch), before
+            )
 
     def _loss(
         self, mini_batch: MiniBatch, output: Tensor, microbatch: Microbatch

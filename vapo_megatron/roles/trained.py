@@ -22,7 +22,7 @@ from vapo_megatron.parallel.optimizer import (
     set_learning_rate,
 )
 from vapo_megatron.parallel.reduce import sum_over_context_parallel, sum_over_data_parallel
-from vapo_megatron.parallel.schedule import LossFunction, forward_backward
+from vapo_megatron.parallel.schedule import Before, LossFunction, forward_backward
 from vapo_megatron.roles.placed import PlacedModel
 from vapo_megatron.weights.matrices import trained_weights
 
@@ -66,12 +66,12 @@ class TrainedModel:
         """Consecutive skipped updates."""
 
     def compute_gradients(
-        self, mini_batch: MiniBatch, loss_function: LossFunction
+        self, mini_batch: MiniBatch, loss_function: LossFunction, before: Before | None = None
     ) -> dict[str, Tensor]:
         """Leave the reduced gradient of the mini-batch's loss in the DDP buffers.
 
         Args:
-            mini_batch, loss_function: see update.
+            mini_batch, loss_function, before: see update.
 
         Returns:
             The metrics summed over microbatches and data-parallel ranks, 0-d, on every rank; those
@@ -80,7 +80,9 @@ class TrainedModel:
             finite on all these ranks.
         """
         self.placed.require_on_device("training")
-        metrics = forward_backward(self.placed.chunks, mini_batch.microbatches, loss_function)
+        metrics = forward_backward(
+            self.placed.chunks, mini_batch.microbatches, loss_function, before
+        )
         loss = metrics["loss"]
         found = [loss.isfinite(), gradients_are_finite(self.placed.chunks)]
         found += [torch.tensor(m.batch.is_finite) for m in mini_batch.microbatches]
@@ -92,7 +94,11 @@ class TrainedModel:
         return {**sum_over_data_parallel(metrics, self._ranks), **largest}
 
     def update(
-        self, mini_batch: MiniBatch, loss_function: LossFunction, learning_rate: float
+        self,
+        mini_batch: MiniBatch,
+        loss_function: LossFunction,
+        learning_rate: float,
+        before: Before | None = None,
     ) -> dict[str, Tensor]:
         """Make one optimizer update, or skip it if a number is not finite on any rank.
 
@@ -100,6 +106,7 @@ class TrainedModel:
             mini_batch: this data-parallel rank's microbatches and the global counts.
             loss_function: (model output, microbatch) -> (loss divided by a global count, metrics).
             learning_rate: of this update.
+            before: called before each forward pass; see schedule.py.
 
         Returns:
             The metrics of compute_gradients without not_finite, and grad_norm, which is not finite
@@ -109,7 +116,7 @@ class TrainedModel:
             UpdatesSkipped: on every rank.
         """
         set_learning_rate(self.placed.optimizer, learning_rate)
-        metrics = self.compute_gradients(mini_batch, loss_function)
+        metrics = self.compute_gradients(mini_batch, loss_function, before)
         if metrics.pop("not_finite") > 0:
             # Makes the gradient norm NaN on every rank, so that all of them skip.
             fill_gradients_with_nan(self.placed.chunks)

@@ -54,7 +54,7 @@ def local_parameters(
             match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
             layer, key = 0, name
             if match:
-                module: Any = chunk.get_submodule(f"decoder.layers.{match[1]}")
+                module: Any = chunk.decoder.layers[int(match[1])]  # type: ignore
                 layer = module.layer_number - 1
                 experts = getattr(module.mlp, "local_expert_indices", [0])
                 key = LAYER + shift_expert(match[2], experts[0])

@@ -9,7 +9,7 @@ from vapo_megatron.config import VapoConfig
 from vapo_megatron.config.missing import hub_id
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.models.known import KNOWN_MODELS, known_shape
-from vapo_megatron.models.layout_rules import check_layout
+from vapo_megatron.models.layout_rules import check_experts, check_layout
 from vapo_megatron.planning.misfits import check_fits
 from vapo_megatron.rollout.requests import max_model_len
 
@@ -17,6 +17,7 @@ from vapo_megatron.rollout.requests import max_model_len
 def check_sizes(config: VapoConfig, shape: ModelShape) -> None:
     """Refuse a layout or lengths that the model does not have; ConfigError names the fields."""
     check_layout(shape, config.parallel)
+    check_experts(shape, config)
     max_model_len(shape, config.rollout)
 
 
