@@ -111,7 +111,8 @@ def leaves(tree, prefix=""):
 
 
 def test_a_file_sets_only_what_differs_from_what_is_under_it():
-    for file, under in ((BASE, []), *((overlay(size), BASE) for size in SIZES)):
+    of_all = [*map(overlay, SIZES), CONFIGS / "qwen3_30b_a3b.yaml"]
+    for file, under in ((BASE, []), *((file, BASE) for file in of_all)):
         before = dict(leaves(load_config(under).model_dump()))
         for name, value in leaves(yaml.safe_load(file.read_text())):
             assert before[name] != value, f"{file.name} sets {name} to what it is without it"
@@ -335,6 +336,20 @@ def test_a_dry_run_takes_nothing_from_the_machine(size):
     done = start("bash", "-c", script, **variables)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(load_config([BASE, overlay(size)], [override]).to_yaml())
+
+
+@pytest.mark.parametrize("way", ["bash", "torchrun"])
+def test_the_mixture_of_experts_is_started_either_way(way):
+    script = ROOT / "examples/run_vapo_qwen3_30b_a3b.sh"
+    override = "model.hf_path=/nowhere/Qwen3-30B-A3B"
+    launcher = ["bash"] if way == "bash" else [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", "--no-python", "bash",
+    ]  # fmt: skip
+    done = start(*launcher, script, "--dry-run", override)
+    assert done.returncode == 0, done.stderr
+    config = load_config([BASE, CONFIGS / "qwen3_30b_a3b.yaml"], [override])
+    assert done.stdout.startswith(config.to_yaml())
+    assert "30.53e9 parameters" in done.stdout and "TP 1 x PP 1 x EP 8" in done.stdout
 
 
 def test_help_calls_the_recipe_by_its_name():

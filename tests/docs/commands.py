@@ -98,6 +98,7 @@ RUNS = (
     Run("bash examples/run_reflection_tiny.sh", by="tests/examples/test_second_thoughts.py"),
     Run("bash examples/run_bestof_tiny.sh", by="tests/examples/test_bestof.py"),
     Run("python examples/tiny/credit/train.py", by="tests/examples/test_keys.py"),
+    Run("bash examples/run_vapo_qwen3_30b_a3b.sh --", is_quick=True, shows="world_size: 16\n"),
     Run("bash examples/run_vapo_qwen32b.sh --", is_quick=True, shows="world_size: 128\n"),
     Run("NNODES=16", LARGE_RUN, shows="done: runs/qwen2.5_32b/report.html"),
     Run("torchrun --nnodes 16", LARGE_RUN, shows="resumed"),

@@ -8,7 +8,7 @@ from tests.planning.by_hand import ROUND, SHAPE, config
 from tests.planning.shapes import changed
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.models.known import known_shape
-from vapo_megatron.planning import roofline
+from vapo_megatron.planning import roofline, sync_time
 from vapo_megatron.planning.cluster import Cluster
 from vapo_megatron.planning.plan import make_plan, resharding_seconds
 from vapo_megatron.planning.workload import workload_of
@@ -37,14 +37,14 @@ def test_sync_by_hand(nvlink, network, wires):
     c = config(4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
     c = changed(c, rollout={"tensor_model_parallel_size": 2})
     # Then the shard is read and written.
-    assert roofline.sync_seconds(shape, c, cluster) == pytest.approx((wires + 2352) * 1e-9)
+    assert sync_time.sync_seconds(shape, c, cluster) == pytest.approx((wires + 2352) * 1e-9)
 
 
 def test_a_node_that_holds_everything_receives_nothing():
     cluster = dataclasses.replace(ROUND, num_gpus=2, gpus_per_node=2, nvlink_gb_per_second=1e12)
     c = config(2, pipeline_model_parallel_size=2)
     # vLLM TP 1: 2 * 64 * 4 elements, 4 of the last norm, 4 layers of 144: 1092, read and written.
-    assert roofline.sync_seconds(SHAPE, c, cluster) == pytest.approx(2 * 2184e-9)
+    assert sync_time.sync_seconds(SHAPE, c, cluster) == pytest.approx(2 * 2184e-9)
 
 
 def test_sync_is_about_what_its_messages_take():

@@ -32,8 +32,8 @@ from vapo_megatron.planning.ranking import (
     with_parallel,
     with_rollout,
 )
-from vapo_megatron.planning.roofline import sync_seconds
 from vapo_megatron.planning.splits import rank_splits
+from vapo_megatron.planning.sync_time import sync_seconds
 from vapo_megatron.planning.workload import workload_of
 from vapo_megatron.rollout.inputs import Inputs
 

@@ -1,1 +1,1 @@
-"""Modules of megatron-core from a config.json: Qwen2, Qwen3 and Llama."""
+"""Modules of megatron-core from a config.json: Qwen2, Qwen3 with and without experts, and Llama."""

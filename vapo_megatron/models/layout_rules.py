@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vapo_megatron.config import ParallelConfig, VapoConfig
+from vapo_megatron.config import ParallelConfig
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.hf_config import ModelShape
 
@@ -57,32 +57,6 @@ def check_layout(shape: ModelShape, parallel: ParallelConfig) -> None:
             f"chunk (num_hidden_layers={shape.num_layers} over {chunks} chunks) with "
             f"recompute_method={method}; change it"
         )
-
-
-def check_experts(shape: ModelShape, config: VapoConfig) -> None:
-    """Refuse settings that need experts where there are none, and those that do not work with them.
-
-    Raises:
-        ConfigError: names the field, its value, the rule and the remedy.
-    """
-    if shape.experts is None:
-        for name, value, off in (
-            ("model.freeze_router", config.model.freeze_router, False),
-            ("algorithm.router_replay", config.algorithm.router_replay, "off"),
-            ("rollout.expert_parallel", config.rollout.expert_parallel, False),
-        ):
-            if value != off:
-                raise ConfigError(
-                    f"{name}={str(value).lower()} needs a model with experts, which "
-                    f"model.hf_path={config.model.hf_path} is not; set it to {str(off).lower()}"
-                )
-        return
-    for role in config.algorithm.trained_roles:
-        if (method := config.optimizer.method(role)) != "adamw":
-            raise ConfigError(
-                f"optimizer.{role}_method={method} must be adamw with experts, which other ranks "
-                "hold than dense matrices; set it to that"
-            )
 
 
 def _check_experts(shape: ModelShape, parallel: ParallelConfig) -> None:

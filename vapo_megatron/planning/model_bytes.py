@@ -181,7 +181,7 @@ def chunk_rows(
     place = layout_of(shape, config.parallel, config.model.make_vocab_size_divisible_by)
     if trained and role not in config.algorithm.trained_roles:
         return [[] for _ in place.layers[pp_rank]]
-    kept = frozen(config, role) if trained else Frozen(False, False)
+    kept = frozen(config.algorithm, config.model, role) if trained else Frozen(False, False)
     return [list(chunk) for chunk in _chunks(shape, role, place, pp_rank, kept)]
 
 
@@ -288,7 +288,7 @@ def saved_state_bytes(shape: ModelShape, config: VapoConfig, role: Role) -> int:
     """
     layout, kind = Layout(shape, config), matrices.kind_of(config, role)
     vocab_rows = layout.vocabulary_rows * layout.tp_size
-    kept, total = frozen(config, role), 0
+    kept, total = frozen(config.algorithm, config.model, role), 0
     for row in rows(shape, role):
         if row.is_copy or row in kept:
             continue

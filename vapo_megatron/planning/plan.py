@@ -15,8 +15,9 @@ from vapo_megatron.planning.generation import Generation, generation
 from vapo_megatron.planning.memory import PhaseMemory
 from vapo_megatron.planning.model_bytes import Layout, role_shape, state_bytes
 from vapo_megatron.planning.reshard import plan_cost
-from vapo_megatron.planning.roofline import Phase, scoring, staging_seconds, sync_seconds, update
+from vapo_megatron.planning.roofline import Phase, scoring, update
 from vapo_megatron.planning.schedule import Timeline, steady_state
+from vapo_megatron.planning.sync_time import staging_seconds, sync_seconds
 from vapo_megatron.planning.workload import Workload, response_lengths
 from vapo_megatron.weights.holders import layout_of
 from vapo_megatron.weights.reshard import planner

@@ -28,7 +28,7 @@ def load_model(
     Without hf_path they are random until a checkpoint is loaded.
     """
     model = build_model(shape, config.model, config.parallel, ranks, role, seed=config.seed)
-    if (kept := frozen(config, role)) != Frozen(False, False):
+    if (kept := frozen(config.algorithm, config.model, role)) != Frozen(False, False):
         parameters = [p for chunk in model for p in chunk.parameters()]
         for one, parameter in zip(local_parameters(model, shape, role), parameters, strict=True):
             parameter.requires_grad_(one.row not in kept)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from vapo_megatron.config import VapoConfig
+from vapo_megatron.config import AlgorithmConfig, ModelConfig
 from vapo_megatron.weights.table import Row
 
 
@@ -25,7 +25,7 @@ class Frozen(NamedTuple):
         return (self.attention and row.is_attention) or (self.routers and row.is_router)
 
 
-def frozen(config: VapoConfig, role: str) -> Frozen:
+def frozen(algorithm: AlgorithmConfig, model: ModelConfig, role: str) -> Frozen:
     """Return what a role does not train."""
-    attention = role == "critic" and config.algorithm.freeze_critic_attention
-    return Frozen(attention, config.model.freeze_router)
+    attention = role == "critic" and algorithm.freeze_critic_attention
+    return Frozen(attention, model.freeze_router)

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.config.missing import hub_id
+from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.models.known import KNOWN_MODELS, known_shape
-from vapo_megatron.models.layout_rules import check_experts, check_layout
+from vapo_megatron.models.layout_rules import check_layout
 from vapo_megatron.planning.misfits import check_fits
 from vapo_megatron.rollout.requests import max_model_len
 
@@ -19,6 +20,32 @@ def check_sizes(config: VapoConfig, shape: ModelShape) -> None:
     check_layout(shape, config.parallel)
     check_experts(shape, config)
     max_model_len(shape, config.rollout)
+
+
+def check_experts(shape: ModelShape, config: VapoConfig) -> None:
+    """Refuse settings that need experts where there are none, and those that do not work with them.
+
+    Raises:
+        ConfigError: names the field, its value, the rule and the remedy.
+    """
+    if shape.experts is None:
+        for name, value, off in (
+            ("model.freeze_router", config.model.freeze_router, False),
+            ("algorithm.router_replay", config.algorithm.router_replay, "off"),
+            ("rollout.expert_parallel", config.rollout.expert_parallel, False),
+        ):
+            if value != off:
+                raise ConfigError(
+                    f"{name}={str(value).lower()} needs a model with experts, which "
+                    f"model.hf_path={config.model.hf_path} is not; set it to {str(off).lower()}"
+                )
+        return
+    for role in config.algorithm.trained_roles:
+        if (method := config.optimizer.method(role)) != "adamw":
+            raise ConfigError(
+                f"optimizer.{role}_method={method} must be adamw with experts, which other ranks "
+                "hold than dense matrices; set it to that"
+            )
 
 
 def check_memory(config: VapoConfig, shape: ModelShape) -> None:

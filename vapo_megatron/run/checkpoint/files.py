@@ -323,7 +323,7 @@ def check_optimizer(
     learns_attention = any(".self_attention.linear_proj." in k or ".o_proj." in k for k in keys)
     has_experts = any(".experts." in k for k in keys)
     learns_routers = any(".router." in k for k in keys)
-    kept = frozen(config, role)
+    kept = frozen(config.algorithm, config.model, role)
     if (
         ("param" in kinds) != is_distributed
         or ("fp32_param" in kinds) != has_main
