@@ -116,6 +116,7 @@ def measure(shape: ModelShape, config: VapoConfig, role: str, responses: int) ->
     """
     from vapo_megatron.models.build import build_model
     from vapo_megatron.parallel import groups
+    from vapo_megatron.parallel.gradient_buffers import gradient_buffers
     from vapo_megatron.parallel.optimizer import optimizer_step
     from vapo_megatron.parallel.schedule import forward_backward, forward_only
     from vapo_megatron.roles.trained import optimizer_of, wrap
@@ -126,7 +127,7 @@ def measure(shape: ModelShape, config: VapoConfig, role: str, responses: int) ->
     with Allocations() as built:
         model = build_model(shape, config.model, config.parallel, here, role, seed=config.seed)
         chunks = wrap(model, config, role)
-    gradients = sum(b.grad_data.untyped_storage().nbytes() for c in chunks for b in c.buffers)
+    gradients = sum(b.grad_data.untyped_storage().nbytes() for b in gradient_buffers(chunks))
     with Allocations() as optimized:
         optimizer = optimizer_of(chunks, model, shape, config, here, role)
     head = _head(shape, config, role, model, here)

@@ -14,6 +14,7 @@ import pytest
 from tests.planning.measured import checkpoint_size, measure
 from tests.planning.shapes import small_shape
 from vapo_megatron.config import VapoConfig
+from vapo_megatron.models.hf_config import Experts
 from vapo_megatron.planning import activations
 from vapo_megatron.planning.memory import checkpoint_bytes
 from vapo_megatron.planning.model_bytes import state_bytes
@@ -140,6 +141,42 @@ def test_owners_of_matrices_have_what_is_predicted(workers, case):
         for found in of_stage:
             assert found.parameters == pytest.approx(state.parameters, **near)
             assert found.gradients == pytest.approx(state.gradients, **near)
+
+
+EXPERTS = Experts(8, 2, 128, normalized=True, layers=(0, 2, 3))
+WITH_EXPERTS = [
+    ({**DP2, "expert_model_parallel_size": 2}, "float32"),
+    *(
+        pytest.param((layout, dtype), marks=pytest.mark.slow)
+        for layout in (
+            DP2, DP2_WHOLE, {**DP2_WHOLE, "expert_model_parallel_size": 2}, TP2_SP,
+            {**TP2_SP, **DP2}, {**TP2_SP, "expert_model_parallel_size": 2},
+            {**PP2, **DP2},
+        )
+        for dtype in ("bfloat16", "float32")
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WITH_EXPERTS, ids=str)
+def test_experts_take_what_is_predicted(workers, case):
+    layout, dtype = case
+    shape, config = _shape(experts=EXPERTS), _config(layout, "none", dtype)
+    everywhere = workers.run(2, measure, shape, config, "actor", 1, timeout_seconds=400)
+    for found in everywhere:
+        state = state_bytes(shape, config, "actor", pp_rank=found.pp_rank)
+        near = {"rel": STATE_TOLERANCE}
+        assert state.parameters == pytest.approx(found.parameters, **near)
+        assert state.gradients == pytest.approx(found.gradients, **near)
+        assert state.optimizer == pytest.approx(found.optimizer, **near)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [DP2, {**DP2, "expert_model_parallel_size": 2}], ids=str)
+def test_checkpoints_with_experts_have_the_predicted_size(workers, tmp_path, layout):
+    shape, config = _shape(experts=EXPERTS), _config(layout, "none", "bfloat16")
+    sizes = workers.run(2, checkpoint_size, shape, config, str(tmp_path), timeout_seconds=400)
+    assert checkpoint_bytes(shape, config) == pytest.approx(sizes[0], rel=STATE_TOLERANCE)
 
 
 def _with_method(config, method):
