@@ -25,7 +25,8 @@ def test_the_page_has_the_table(rows):
 def test_the_page_has_the_commands():
     blocks = re.findall(r"^```bash\n(.*?)^```$", PAGE.replace("\\\n", " "), re.M | re.S)
     commands = [" ".join(line.split()) for block in blocks for line in block.splitlines()]
-    described = [f"vapo plan {job.options}" for job in published.JOBS]
+    jobs = (*published.JOBS, *published.MIXTURES)
+    described = [f"vapo plan {job.options}" for job in jobs]
     assert [command for command in commands if command in described] == described
 
 
@@ -35,6 +36,13 @@ def test_the_error_is_the_spread_of_the_ratios(rows):
     least, most = math.floor(100 / max(ratios)) / 100, math.ceil(100 / min(ratios)) / 100
     assert (least, most) == PUBLISHED_OVER_PREDICTED
     assert f"{least} to {most} times its prediction" in PAGE
+
+
+def test_mixtures_of_experts_are_within_it():
+    rows = published.rows(published.MIXTURES)
+    assert published.table(rows) in PAGE, "python -m tests.planning.published prints it"
+    least, most = PUBLISHED_OVER_PREDICTED
+    assert all(least < 1 / row.ratio < most for row in rows)
 
 
 def test_one_set_of_efficiencies_for_all_jobs():
