@@ -422,6 +422,16 @@ rollout.placement=disaggregated  rollout.num_processes=2  model.reward_hf_path=r
 rollout.placement=disaggregated  rollout.num_processes=2  rollout.lag=1
   rollout.max_logprob_difference=0.1
     rollout.lag=1 must not be combined with rollout.max_logprob_difference=0.1: with a lag
+parallel.world_size=4  parallel.expert_model_parallel_size=8
+    expert_model_parallel_size=8 must divide the 4 ranks of a pipeline stage | change one of them
+algorithm.router_replay=r2  rollout.behaviour=sampler
+    algorithm.router_replay=r2 replays the pass that | rollout.behaviour=sampler | router_replay=off
+algorithm.router_replay=r2  algorithm.policy_loss=none
+    algorithm.router_replay=r2 replays the pass that | algorithm.policy_loss=none
+rollout.vllm_args={"moe_backend":"flashinfer_cutlass"}
+    rollout.vllm_args: moe_backend=flashinfer_cutlass must not be set | triton | remove it
+rollout.vllm_args={"enable_expert_parallel":true}
+    enable_expert_parallel=True is set by the trainer | use rollout.expert_parallel
 rollout.behaviour=sampler  algorithm.sampler_correction=tis
     behaviour=sampler must not be combined with algorithm.sampler_correction=tis, which
 rollout.lag=-1

@@ -15,6 +15,7 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from tests.models import published
@@ -22,7 +23,7 @@ from tests.models.built import write_hf
 from tests.models.qwen25 import COUNTS, SHAPES, config_json
 from vapo_megatron.config import ParallelConfig
 from vapo_megatron.errors import ConfigError
-from vapo_megatron.models.hf_config import padded_vocab_size, read_model_shape
+from vapo_megatron.models.hf_config import Experts, padded_vocab_size, read_model_shape
 from vapo_megatron.models.layout_rules import check_layout
 from vapo_megatron.weights.table import parameter_count
 
@@ -88,7 +89,7 @@ def test_reads_what_transformers_writes(tmp_path):
     assert shape.tied and shape.num_layers == 24
 
 
-@pytest.mark.parametrize("config_class", [Qwen2Config, Qwen3Config, LlamaConfig])
+@pytest.mark.parametrize("config_class", [Qwen2Config, Qwen3Config, Qwen3MoeConfig, LlamaConfig])
 def test_defaults_are_transformers(config_class, tmp_path):
     """Of keys that config.json lacks, sizes aside."""
     tree = {"num_attention_heads": 64, "hidden_size": 2048, "vocab_size": 100}
@@ -103,6 +104,11 @@ def test_defaults_are_transformers(config_class, tmp_path):
     assert (shape.norm_eps, shape.tied) == (config.rms_norm_eps, config.tie_word_embeddings)
     assert shape.initializer_range == config.initializer_range
     assert (shape.rope_theta, shape.rope_scaling) == (config.default_theta, None)
+    if shape.experts is not None:
+        assert shape.experts == Experts(
+            config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size,
+            config.norm_topk_prob, (0,),
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
@@ -112,6 +118,67 @@ def test_null_key_value_heads_are_the_heads(family, tmp_path):
     tree = {**json.loads(path.read_text()), "num_key_value_heads": None}
     path.write_text(json.dumps(tree))
     assert read_model_shape(tmp_path).num_key_value_heads == 4
+
+
+def test_which_layers_have_experts_is_transformers(tmp_path):
+    from transformers import Qwen3MoeForCausalLM
+
+    sizes = dict(
+        hidden_size=32, num_attention_heads=2, num_key_value_heads=2, vocab_size=64,
+        num_hidden_layers=6, intermediate_size=48, moe_intermediate_size=16, num_experts=4,
+        num_experts_per_tok=2,
+    )  # fmt: skip
+    for every, dense, norm in ((1, [], True), (2, [], False), (1, [0, 3], True), (3, [5], True)):
+        config = Qwen3MoeConfig(
+            **sizes, decoder_sparse_step=every, mlp_only_layers=dense, norm_topk_prob=norm
+        )
+        config.save_pretrained(tmp_path)
+        layers = Qwen3MoeForCausalLM(config).model.layers
+        with_experts = [i for i, one in enumerate(layers) if hasattr(one.mlp, "experts")]
+        shape = read_model_shape(tmp_path)
+        assert list(shape.expert_layers) == with_experts and shape.experts.normalized is norm
+        assert sorted([*shape.expert_layers, *shape.dense_layers]) == list(range(6))
+        model = Qwen3MoeForCausalLM(config)
+        assert parameter_count(shape) == sum(p.numel() for p in model.parameters())
+
+
+REFUSED_EXPERTS = {
+    "num_experts_per_tok=9: must be at most num_experts=8": {"num_experts_per_tok": 9},
+    "norm_topk_prob='yes': must be true or false": {"norm_topk_prob": "yes"},
+    "mlp_only_layers=3: must be a list": {"mlp_only_layers": 3},
+    "leaves no layer with experts": {"decoder_sparse_step": 4, "mlp_only_layers": [3]},
+    "num_experts=0: must be a positive integer": {"num_experts": 0},
+    "output_router_logits=True: only": {"output_router_logits": True},
+    "n_shared_experts=1: only": {"n_shared_experts": 1},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED_EXPERTS)
+def test_experts_that_are_not_there(message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        shape_of(tmp_path, REFUSED_EXPERTS[message], family="qwen3_moe")
+
+
+@pytest.mark.parametrize(
+    ("message", "family", "parallel"),
+    [
+        (
+            "expert_model_parallel_size=2 needs a model with experts",
+            "qwen2", {"expert_model_parallel_size": 2},
+        ),
+        (
+            "expert_model_parallel_size=3 must divide the model's num_experts=8",
+            "qwen3_moe", {"expert_model_parallel_size": 3},
+        ),
+        (
+            "tensor_model_parallel_size=2 with a model that has experts needs sequence_parallel",
+            "qwen3_moe", {"tensor_model_parallel_size": 2},
+        ),
+    ],
+)  # fmt: skip
+def test_layouts_that_do_not_fit_experts(message, family, parallel, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        check_layout(shape_of(tmp_path, family=family), ParallelConfig(**parallel))
 
 
 REFUSED = {
