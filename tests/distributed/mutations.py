@@ -227,6 +227,31 @@ def _values_in_the_ranks_order() -> Patches:
     return [(critic, "gather_tokens", wrong)]
 
 
+def _experts_of_dense_ranks() -> Patches:
+    """Experts' gradients are summed over the ranks that hold the same dense layers."""
+    from vapo_megatron.models import build
+
+    return [(build, "mark_experts", lambda chunk: None)]
+
+
+def _weights_of_the_chosen() -> Patches:
+    """Experts' weights add up to 1 although config.json says that they do not."""
+    from vapo_megatron.models import build
+
+    honest = build.experts_config
+
+    def wrong(*arguments, **keywords):
+        return {**honest(*arguments, **keywords), "moe_router_pre_softmax": False}
+
+    return [(build, "experts_config", wrong)]
+
+
+OF_EXPERTS = {
+    "experts of dense ranks": _experts_of_dense_ranks,
+    "weights of the chosen": _weights_of_the_chosen,
+}
+"""In test_experts.py."""
+
 MUTATIONS = {
     "NLL over the microbatch's own count": _own_count_of_positives,
     "mean of microbatch means": _mean_of_means,
@@ -252,6 +277,6 @@ MUTATIONS = {
 def applied(name: str) -> Iterator[None]:
     """Make one mistake; the empty name makes none."""
     with contextlib.ExitStack() as stack:
-        for owner, attribute, wrong in MUTATIONS[name]() if name else []:
+        for owner, attribute, wrong in (MUTATIONS | OF_EXPERTS)[name]() if name else []:
             stack.enter_context(patch.object(owner, attribute, wrong))
         yield

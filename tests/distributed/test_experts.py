@@ -11,8 +11,8 @@ from tests.distributed import float64
 from tests.distributed import measure as measuring
 from tests.distributed.cases import name
 from tests.distributed.measure import SMALL, UNPACKED, Layout
-from tests.distributed.problem import ACTOR_LOSSES
-from tests.distributed.test_matrix import TOLERANCES, check
+from tests.distributed.problem import ACTOR_LOSSES, SEQUENCES
+from tests.distributed.test_matrix import TOLERANCES, Differs, check
 
 _DISTRIBUTED = dict(distributed=True, overlap=True)
 LAYOUTS = (
@@ -57,6 +57,20 @@ def test_dense_layers_between(workers, references, record, role, layout):
     check(workers, references, record, role, layout, variant="some experts")
 
 
+@pytest.mark.parametrize(
+    ("mutation", "layout", "where"),
+    [
+        ("experts of dense ranks", Layout(tp=2, sp=True), "gradient of .*experts"),
+        ("weights of the chosen", Layout(), "output"),
+    ],
+)
+def test_a_known_mistake_turns_it_red(workers, references, record, mutation, layout, where):
+    with pytest.raises(Differs, match=where):
+        check(
+            workers, references, record, "actor", layout, variant="some experts", mutation=mutation
+        )
+
+
 # Router replay
 
 REPLAYED = (
@@ -95,8 +109,11 @@ def replayed(hf_path, file, problem, layout, replay):
     loss, found = measuring._gradients(
         actor, "actor", problem, mine, here, ACTOR_LOSSES[SMOOTH]
     )  # fmt: skip
-    other = None if actor.replay is None else actor.replay.other_fraction()
-    return measuring._compared(found, expected.gradients), loss - expected.loss, other
+    other, held = None, 0
+    if actor.replay is not None:
+        other = actor.replay.other_fraction()
+        held = sum(routes.nbytes for routes in actor.replay._held.values())
+    return measuring._compared(found, expected.gradients), loss - expected.loss, other, held
 
 
 @pytest.fixture(scope="module")
@@ -111,13 +128,18 @@ def turned_round(references, tmp_path_factory):
 @pytest.mark.parametrize("layout", REPLAYED, ids=name)
 def test_routes_are_replayed_where_their_tokens_are(workers, turned_round, layout):
     arguments = (*turned_round, layout, "r2")
-    for errors, loss, other in workers.run(layout.world_size, replayed, *arguments):
+    found = workers.run(layout.world_size, replayed, *arguments)
+    for errors, loss, other, _ in found:
         assert max(errors.values()) < TOLERANCES["float32"].gradient
         assert abs(loss) < 1e-5
         # The chance that two of eight experts are best either way round is nil.
         assert other > 0.99
+    # A byte for each of a token's two experts in four layers; some ranks pad their last tokens.
+    whole = 4 * 2 * sum(SEQUENCES)
+    held = sum(held for *_, held in found)
+    assert held == whole if layout.tp == layout.cp == layout.dp == 1 else held < 1.1 * whole
 
 
 def test_without_replay_the_router_chooses_anew(workers, turned_round):
-    ((errors, _, other),) = workers.run(1, replayed, *turned_round, Layout(budget=SMALL), "off")
+    ((errors, _, other, _),) = workers.run(1, replayed, *turned_round, Layout(budget=SMALL), "off")
     assert max(errors.values()) > 0.1 and other is None

@@ -27,18 +27,24 @@ Mode = Literal["live", "record", "replay"]
 
 
 class Routes:
-    """What one router of this rank remembers, by forward pass: its own tokens' experts alone."""
+    """What one router of this rank chooses, and is to choose, in the forward pass at hand."""
 
     def __init__(self, num_experts: int) -> None:
         self.mode: Mode = "live"
-        self.number: int | None = None
-        """Of the forward pass that comes next; None: one that is not remembered."""
-        self.held: dict[int, Tensor] = {}
-        """uint8 or int16 [tokens, experts per token], on the CPU."""
-        self.counts = torch.zeros(2, dtype=torch.long)
-        """Tokens that were replayed, and those for which the live router chose others."""
+        self.taken: Tensor | None = None
+        """[tokens, experts per token] of the latest pass that was recorded, uint8 or int16."""
+        self.target: Tensor | None = None
+        """The same, to be chosen again; None: the router chooses."""
+        self.counts: Tensor | int = 0
+        """int64 [2]: tokens that were replayed, and those for which the live router chose others;
+        on the device."""
         self._dtype = torch.uint8 if num_experts <= 256 else torch.int16
-        self._recomputed: deque[int | None] = deque()
+        self._recomputed: deque[Tensor | None] = deque()
+
+    def forget(self, mode: Mode) -> None:
+        """Begin or end something."""
+        self.mode, self.taken, self.target = mode, None, None
+        self._recomputed.clear()
 
     def get_replay_topk(
         self,
@@ -55,31 +61,29 @@ class Routes:
             topk, num_groups, group_topk: of the router.
             default_compute_topk: what the router does by itself.
         """
-        number = self.number
-        again = False
+        target, again = self.target, False
         if self.mode == "replay":
             if not torch.is_grad_enabled():
                 # Recomputation: the pass without gradients comes first, the other when it is
                 # backpropagated; the passes of a layer come back in their order.
-                self._recomputed.append(number)
+                self._recomputed.append(target)
             elif self._recomputed:
-                number, again = self._recomputed.popleft(), True
+                target, again = self._recomputed.popleft(), True
         live = default_compute_topk(scores, topk, num_groups, group_topk)
-        if number is None or self.mode == "live":
-            return live
         if self.mode == "record":
-            self.held[number] = live[1].to(self._dtype).cpu()
+            self.taken = live[1].to(self._dtype)
+        if target is None:
             return live
-        chosen = self.held[number].to(scores.device).long()
+        chosen = target.long()
         assert len(chosen) == len(scores), "another forward pass than was recorded"
         if not again:
-            other = (chosen.sort(-1).values != live[1].sort(-1).values).any(-1)
-            self.counts += torch.stack([torch.tensor(len(other)), other.sum().cpu()])
+            other = (chosen.sort(-1).values != live[1].sort(-1).values).any(-1).long()
+            self.counts = self.counts + torch.stack([torch.ones_like(other).sum(), other.sum()])
         return scores.gather(1, chosen), chosen
 
 
 class RouterReplay:
-    """The routers of a model's chunks on this rank."""
+    """The routers of a model's chunks on this rank, and what they chose, by forward pass."""
 
     def __init__(self, chunks: Sequence[Module], num_experts: int) -> None:
         self._of_chunk: dict[int, list[Routes]] = {}
@@ -88,6 +92,10 @@ class RouterReplay:
             for router in routers:
                 router.router_replay = Routes(num_experts)
             self._of_chunk[id(chunk)] = [router.router_replay for router in routers]
+        self._held: dict[tuple[int, int], Tensor] = {}
+        """(chunk, number of the pass) -> [routers, tokens, experts per token], in host memory."""
+        self._recording: dict[int, int | None] = {}
+        """The pass that each chunk is in."""
 
     @property
     def routes(self) -> list[Routes]:
@@ -96,23 +104,43 @@ class RouterReplay:
 
     def begin(self, chunk: Module, microbatch: Microbatch) -> None:
         """Say which forward pass of a chunk, without DDP, comes next; schedule.py calls it."""
-        for routes in self._of_chunk[id(chunk)]:
-            routes.number = microbatch.number
+        key, of_chunk = id(chunk), self._of_chunk[id(chunk)]
+        if not of_chunk:
+            return
+        if of_chunk[0].mode == "record":
+            self._keep(key)
+            self._recording[key] = microbatch.number
+            return
+        targets: Sequence[Tensor | None] = [None] * len(of_chunk)
+        if microbatch.number is not None:
+            held = self._held[key, microbatch.number]
+            targets = held.to(microbatch.tokens.device, non_blocking=True).unbind()
+        for routes, target in zip(of_chunk, targets, strict=True):
+            routes.target = target
+
+    def _keep(self, key: int) -> None:
+        """Move what a chunk has recorded into host memory, all its routers' at once."""
+        number = self._recording.pop(key, None)
+        if number is not None:
+            taken = [routes.taken for routes in self._of_chunk[key]]
+            self._held[key, number] = torch.stack([t for t in taken if t is not None]).cpu()
 
     @contextlib.contextmanager
     def during(self, mode: Mode) -> Iterator[None]:
         """Record or replay in the body. Recording forgets what was recorded before."""
+        if mode == "record":
+            self._held.clear()
         for routes in self.routes:
-            routes.mode = mode
-            if mode == "record":
-                routes.held.clear()
-                routes.counts.zero_()
+            routes.forget(mode)
+            routes.counts = 0 if mode == "record" else routes.counts
         try:
             yield
+            for key in self._of_chunk:
+                self._keep(key)
         finally:
+            self._recording.clear()
             for routes in self.routes:
-                routes.mode, routes.number = "live", None
-                routes._recomputed.clear()
+                routes.forget("live")
 
     def other_fraction(self) -> float:
         """Return the share of (token, layer) that the live routers chose otherwise. Collective.
@@ -120,6 +148,8 @@ class RouterReplay:
         Summed over all ranks, which have tokens or layers of their own, since the last recording;
         padding counts.
         """
-        counts = [routes.counts for routes in self.routes] or [torch.zeros(2, dtype=torch.long)]
-        total, other = sum_over_world(torch.stack(counts).sum(0)).tolist()
+        found = torch.zeros(2, dtype=torch.long)
+        for routes in self.routes:
+            found += torch.as_tensor(routes.counts).cpu()
+        total, other = sum_over_world(found).tolist()
         return other / max(total, 1)

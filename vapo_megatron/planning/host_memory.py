@@ -24,6 +24,7 @@ from vapo_megatron.planning.model_bytes import (
     role_shape,
     state_bytes,
 )
+from vapo_megatron.weights.holders import layout_of
 
 VLLM_HOST_TOKEN_BYTES = 260
 """Python lists and numbers of a response that is being sampled, per token and rank: token ids and
@@ -110,6 +111,7 @@ def host_bytes(
     if not config.checkpoint.asynchronous:
         copied = 0
     step = step_host_bytes(config, keeps_rollouts=keeps_rollouts)
+    step += route_bytes(shape, config)
     return HostBytes(offloaded, max([copied, *gathered]), step)
 
 
@@ -139,6 +141,23 @@ def step_host_bytes(config: VapoConfig, *, keeps_rollouts: bool) -> int:
         finished = (rounds * sampled + partial) * response * ROLLOUT_TOKEN_BYTES
     running = min(sampled, rollout.max_num_sequences) * response * VLLM_HOST_TOKEN_BYTES
     return finished + max(running, batch)
+
+
+def route_bytes(shape: ModelShape, config: VapoConfig) -> int:
+    """Bytes of a process's routes of a step, with router replay: a byte for each chosen expert.
+
+    Of its own tokens and its own stage's layers; of the stage that has most.
+    """
+    parallel, rollout, experts = config.parallel, config.rollout, shape.experts
+    if config.algorithm.router_replay == "off" or experts is None:
+        return 0
+    place = layout_of(shape, parallel)
+    of_stages = [{n for chunk in stage for n in range(*chunk)} for stage in place.layers]
+    layers = max(len(stage & {*experts.layers}) for stage in of_stages)
+    responses = -(-config.algorithm.responses_per_step // parallel.data_parallel_size)
+    tokens = responses * (rollout.max_prompt_tokens + rollout.max_response_tokens)
+    tokens //= parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    return tokens * layers * experts.per_token * (1 if experts.count <= 256 else 2)
 
 
 def rollout_host_bytes(shape: ModelShape, config: VapoConfig, num_gpus: int) -> HostBytes:

@@ -56,7 +56,8 @@ _V1, _V2 = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"
 _WORKER = "vllm.v1.worker.gpu_worker:Worker"
 _LINEAR = "vllm.model_executor.layers.linear"
 _VOCABULARY = "vllm.model_executor.layers.vocab_parallel_embedding"
-_FAMILIES = ("llama:Llama", "qwen2:Qwen2", "qwen3:Qwen3")
+_FAMILIES = ("llama:Llama", "qwen2:Qwen2", "qwen3:Qwen3", "qwen3_moe:Qwen3Moe")
+_CPU_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts"
 
 TABLE = (
     # The engine: what is passed to it, called on it, and read from what it returns.
@@ -69,9 +70,10 @@ TABLE = (
             "enforce_eager", "max_model_len", "max_num_seqs", "enable_chunked_prefill",
             "enable_sleep_mode",
             "kv_cache_memory_bytes", "gpu_memory_utilization", "logprobs_mode", "kv_cache_dtype",
-            "compilation_config",
+            "compilation_config", "enable_expert_parallel", "moe_backend",
         ),
     ),
+    Used("vllm.config.kernel:MoEBackend", holds=("triton",)),
     Used("vllm.config.cache:CacheDType", holds=("auto", "fp8", "fp8_e4m3", "fp8_e5m2")),
     # What must be off, all three, where multicast memory is (environment.WITHOUT_MULTICAST).
     Used(
@@ -202,6 +204,16 @@ TABLE = (
         used_in=(
             f"{_LINEAR}:UnquantizedLinearMethod.process_weights_after_loading",
             f"{_VOCABULARY}:UnquantizedEmbeddingMethod.process_weights_after_loading",
+        ),
+        device="cpu",
+    ),
+    Used(
+        f"{_CPU_EXPERTS}.process_weights_after_loading", takes=("layer",), device="cpu"
+    ),
+    Used(
+        f"{_CPU_EXPERTS}.apply",
+        takes=(
+            "output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "expert_map",
         ),
         device="cpu",
     ),
