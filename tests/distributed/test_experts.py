@@ -16,25 +16,30 @@ from tests.distributed.test_matrix import TOLERANCES, Differs, check
 
 _DISTRIBUTED = dict(distributed=True, overlap=True)
 LAYOUTS = (
+    ("actor", Layout(dp=2, ep=2, budget=SMALL)),
+    ("actor", Layout(tp=2, sp=True)),
+    ("critic", Layout(tp=2, sp=True, ep=2)),
+    ("critic", Layout(cp=2, ep=2, **_DISTRIBUTED, budget=SMALL)),
+    ("critic", Layout(dp=4, ep=2, **_DISTRIBUTED)),
+    ("actor", Layout(tp=2, sp=True, dp=2, ep=4, overlap=True)),
+    ("actor", Layout(pp=2, dp=2, ep=2, budget=SMALL)),
+    ("critic", Layout(pp=2, vpp=2, dp=2, ep=2, **_DISTRIBUTED)),
+    ("actor", Layout(dp=2, ep=2, recompute="full", budget=SMALL)),
+)
+MORE = (
     ("actor", Layout()),
     ("critic", Layout(budget=SMALL)),
     ("critic", Layout(dp=2, budget=SMALL)),
-    ("actor", Layout(dp=2, ep=2, budget=SMALL)),
     ("critic", Layout(dp=2, ep=2, **_DISTRIBUTED)),
-    ("actor", Layout(tp=2, sp=True)),
-    ("critic", Layout(tp=2, sp=True, ep=2)),
     ("actor", Layout(tp=2, sp=True, ep=2, budget=UNPACKED)),
     ("actor", Layout(cp=2, ep=2)),
-    ("critic", Layout(cp=2, ep=2, **_DISTRIBUTED, budget=SMALL)),
     ("actor", Layout(dp=4, ep=4, budget=SMALL)),
-    ("critic", Layout(dp=4, ep=2, **_DISTRIBUTED)),
     ("critic", Layout(tp=2, sp=True, dp=2, ep=4, overlap=True)),
     ("actor", Layout(tp=2, sp=True, dp=2, ep=2, **_DISTRIBUTED, budget=SMALL)),
-    ("actor", Layout(pp=2, dp=2, ep=2, budget=SMALL)),
-    ("critic", Layout(pp=2, vpp=2, dp=2, ep=2, **_DISTRIBUTED)),
     ("critic", Layout(tp=2, sp=True, pp=2, ep=2)),
-    ("actor", Layout(dp=2, ep=2, recompute="full", budget=SMALL)),
     ("critic", Layout(tp=2, sp=True, ep=2, recompute="selective")),
+    ("actor", Layout(cp=2, tp=2, sp=True, ep=4, budget=SMALL)),
+    ("critic", Layout(tp=2, sp=True, pp=2, vpp=2, ep=2, recompute="block 1")),
 )
 SOME = (
     ("actor", Layout(dp=2, ep=2)),
@@ -47,12 +52,17 @@ def _named(value):
     return value if isinstance(value, str) else name(value)
 
 
-@pytest.mark.parametrize("role,layout", LAYOUTS, ids=_named)
+def _slow(cases):
+    """The same, in the slow tests alone."""
+    return [pytest.param(*one, marks=pytest.mark.slow) for one in cases]
+
+
+@pytest.mark.parametrize("role,layout", [*LAYOUTS, *_slow(MORE)], ids=_named)
 def test_gradients_equal_float64(workers, references, record, role, layout):
     check(workers, references, record, role, layout, variant="experts")
 
 
-@pytest.mark.parametrize("role,layout", SOME, ids=_named)
+@pytest.mark.parametrize("role,layout", [*SOME[:1], *_slow(SOME[1:])], ids=_named)
 def test_dense_layers_between(workers, references, record, role, layout):
     check(workers, references, record, role, layout, variant="some experts")
 
@@ -75,13 +85,15 @@ def test_a_known_mistake_turns_it_red(workers, references, record, mutation, lay
 
 REPLAYED = (
     Layout(budget=SMALL),
-    Layout(dp=2, ep=2, budget=SMALL),
     Layout(tp=2, sp=True, ep=2, budget=SMALL),
+    Layout(pp=2, vpp=2, budget=SMALL, recompute="block 1"),
+)
+MORE_REPLAYED = (
+    Layout(dp=2, ep=2, budget=SMALL),
     Layout(cp=2, ep=2, budget=SMALL),
     Layout(pp=2, dp=2, ep=2, budget=SMALL),
     Layout(pp=2, vpp=2, budget=SMALL),
     Layout(dp=2, ep=2, budget=SMALL, recompute="full"),
-    Layout(pp=2, vpp=2, budget=SMALL, recompute="block 1"),
     Layout(tp=2, sp=True, pp=2, ep=2, budget=SMALL, recompute="uniform 2"),
 )
 SMOOTH = "entropy"
@@ -125,7 +137,9 @@ def turned_round(references, tmp_path_factory):
     return path, str(file), problem
 
 
-@pytest.mark.parametrize("layout", REPLAYED, ids=name)
+@pytest.mark.parametrize(
+    "layout", [*REPLAYED, *_slow((one,) for one in MORE_REPLAYED)], ids=name
+)  # fmt: skip
 def test_routes_are_replayed_where_their_tokens_are(workers, turned_round, layout):
     arguments = (*turned_round, layout, "r2")
     found = workers.run(layout.world_size, replayed, *arguments)

@@ -22,6 +22,7 @@ LAYOUTS = [
     Layout(), Layout(2, ep=2), Layout(pp=2, ep=1), Layout(cp=2, ep=2), Layout(2, 2, ep=2),
     Layout(2, cp=2, ep=4), Layout(2, cp=2, ep=2), Layout(pp=2, vpp=2, cp=2, ep=2),
 ]  # fmt: skip
+FEW = [Layout(2, ep=2), Layout(cp=2, ep=2), Layout(pp=2, vpp=2, cp=2, ep=2)]
 SOME_DENSE = {"mlp_only_layers": [1], "norm_topk_prob": False}
 MIXTURE = {"family": "qwen3_moe", "head_dim": 32, "dtype": torch.bfloat16}
 
@@ -96,7 +97,11 @@ def loaded_and_exported(hf, converted, layout, out):
     return same, {name: tensor.clone() for name, tensor in gathered}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(x, marks=[] if x in FEW else pytest.mark.slow) for x in LAYOUTS],
+    ids=str,
+)
 def test_loaded_gathered_and_exported(workers, tmp_path, layout):
     """The checkpoint was converted for other ranks than load it."""
     hf = mixture(tmp_path / "hf", config=SOME_DENSE)
