@@ -20,13 +20,13 @@ LAYOUTS = (
     ("actor", Layout(tp=2, sp=True)),
     ("critic", Layout(tp=2, sp=True, ep=2)),
     ("critic", Layout(cp=2, ep=2, **_DISTRIBUTED, budget=SMALL)),
-    ("critic", Layout(dp=4, ep=2, **_DISTRIBUTED)),
-    ("actor", Layout(tp=2, sp=True, dp=2, ep=4, overlap=True)),
-    ("actor", Layout(pp=2, dp=2, ep=2, budget=SMALL)),
     ("critic", Layout(pp=2, vpp=2, dp=2, ep=2, **_DISTRIBUTED)),
     ("actor", Layout(dp=2, ep=2, recompute="full", budget=SMALL)),
 )
 MORE = (
+    ("critic", Layout(dp=4, ep=2, **_DISTRIBUTED)),
+    ("actor", Layout(tp=2, sp=True, dp=2, ep=4, overlap=True)),
+    ("actor", Layout(pp=2, dp=2, ep=2, budget=SMALL)),
     ("actor", Layout()),
     ("critic", Layout(budget=SMALL)),
     ("critic", Layout(dp=2, budget=SMALL)),
@@ -84,11 +84,11 @@ def test_a_known_mistake_turns_it_red(workers, references, record, mutation, lay
 # Router replay
 
 REPLAYED = (
-    Layout(budget=SMALL),
     Layout(tp=2, sp=True, ep=2, budget=SMALL),
     Layout(pp=2, vpp=2, budget=SMALL, recompute="block 1"),
 )
 MORE_REPLAYED = (
+    Layout(budget=SMALL),
     Layout(dp=2, ep=2, budget=SMALL),
     Layout(cp=2, ep=2, budget=SMALL),
     Layout(pp=2, dp=2, ep=2, budget=SMALL),

@@ -95,13 +95,18 @@ OBSERVATIONS = {
 }
 """What does no harm: the episode goes on."""
 
-ENDLESS = [name.removeprefix("reset_") for name, note in FAILURES.items() if note == OVER_TIME]
+ENDLESS = [name for name, note in FAILURES.items() if note == OVER_TIME]
+
+
+def pickled(name):
+    """How a request has a string that is this name, and not another that contains it."""
+    return chr(len(name)) + name
 
 
 def test_each_costs_its_own_episode(monkeypatch, tmp_path, capfd):
     monkeypatch.setenv(MARK, "1")
     monkeypatch.setenv("PYTHONPATH", os.getcwd())
-    limits.limit(monkeypatch, 1.0, *ENDLESS, "close")
+    limits.limit(monkeypatch, 1.0, *map(pickled, [*ENDLESS, "close"]))
     names = [*FAILURES, *OBSERVATIONS]
     own_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     monkeypatch.chdir(tmp_path)

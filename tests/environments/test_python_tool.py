@@ -152,7 +152,13 @@ def test_output_is_cut(episode):
     ],
 )
 def test_limits(episode, program, error):
-    assert error in episode(program)
+    # A busy machine may not give a program its CPU time before the other limit ends it.
+    for _ in range(5 if "CPU time" in error else 1):
+        found = episode(program)
+        assert "error: " in found or error in found
+        if error in found:
+            break
+    assert error in found
     assert episode("print(2)") == "2"
 
 

@@ -25,6 +25,18 @@ _QWEN3 = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+_EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "norm_topk_prob": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+}
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "attention_bias": False,
@@ -71,6 +83,18 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3-4B": {**_QWEN3, **_sizes(2560, 36, 32, 9728, tied=True)},
     "Qwen3-8B": {**_QWEN3, **_sizes(4096, 36, 32, 12288, tied=False)},
     "Qwen3-32B": {**_QWEN3, **_sizes(5120, 64, 64, 25600, tied=False)},
+    "Qwen3-30B-A3B": {
+        **_QWEN3,
+        **_EXPERTS,
+        **_sizes(2048, 48, 32, 6144, tied=False),
+        "moe_intermediate_size": 768,
+    },
+    "Qwen3-235B-A22B": {
+        **_QWEN3,
+        **_EXPERTS,
+        **_sizes(4096, 94, 64, 12288, tied=False),
+        "moe_intermediate_size": 1536,
+    },
     # Llama 3.1's files name no head_dim, Llama 3.2's do.
     "Llama-3.1-8B": {
         **_LLAMA,
@@ -95,6 +119,8 @@ COUNTS = {
     "Qwen3-4B": 4_022_468_096,
     "Qwen3-8B": 8_190_735_360,
     "Qwen3-32B": 32_762_123_264,
+    "Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen3-235B-A22B": 235_093_634_560,
     "Llama-3.1-8B": 8_030_261_248,
     "Llama-3.1-70B": 70_553_706_496,
     "Llama-3.2-1B": 1_235_814_400,

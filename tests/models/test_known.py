@@ -15,7 +15,7 @@ from vapo_megatron.weights.table import parameter_count
 COUNTS = {**{f"Qwen2.5-{name}": n for name, n in qwen25.COUNTS.items()}, **published.COUNTS}
 FIELDS = (
     "family", "hidden_size", "num_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "ffn_hidden_size", "vocab_size", "tied", "qkv_bias", "qk_norm",
+    "ffn_hidden_size", "vocab_size", "tied", "qkv_bias", "qk_norm", "experts",
 )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ LAYOUTS = [
     Layout(), Layout(2, ep=2), Layout(pp=2, ep=1), Layout(cp=2, ep=2), Layout(2, 2, ep=2),
     Layout(2, cp=2, ep=4), Layout(2, cp=2, ep=2), Layout(pp=2, vpp=2, cp=2, ep=2),
 ]  # fmt: skip
-FEW = [Layout(2, ep=2), Layout(cp=2, ep=2), Layout(pp=2, vpp=2, cp=2, ep=2)]
+FEW = [Layout(2, ep=2), Layout(pp=2, vpp=2, cp=2, ep=2)]
 SOME_DENSE = {"mlp_only_layers": [1], "norm_topk_prob": False}
 MIXTURE = {"family": "qwen3_moe", "head_dim": 32, "dtype": torch.bfloat16}
 
@@ -70,7 +70,10 @@ def test_the_table_has_transformers_tensors(tmp_path):
     assert [row.is_layer_matrix(shape) for row in routers] == [False]
 
 
-@pytest.mark.parametrize("config", [{}, SOME_DENSE], ids=["all", "some"])
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param({}, marks=pytest.mark.slow, id="all"), pytest.param(SOME_DENSE, id="some")],
+)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_conversion_there_and_back(tmp_path, layout, config):
     hf = mixture(tmp_path / "hf", config=config, num_files=2)

@@ -35,9 +35,11 @@ RUNS = [
     ),  # fmt: skip
     pytest.param((4, UNTIED, 2, [Layout(2, 2), Layout(2, 2, 2), Layout(tp=2, cp=2)]), id="2 x tp2"),
     pytest.param((4, TIED, 1, [Layout(2, 2)]), id="4 x tp1, tied", marks=SLOW),
+    pytest.param((2, MIXTURE, 2, [Layout(2, ep=2)]), id="experts cut over 2"),
     pytest.param(
-        (2, MIXTURE, 2, [Layout(2, ep=2), Layout(cp=2, ep=2), Layout(1, 2)]),
-        id="experts cut over 2",
+        (2, MIXTURE, 2, [Layout(cp=2, ep=2), Layout(1, 2), Layout()]),
+        id="experts cut over 2, more",
+        marks=SLOW,
     ),
     pytest.param(
         (2, MIXTURE, 2, [Layout(2, ep=2), Layout(), Layout(1, 2)], "rollout.expert_parallel=true"),
