@@ -35,12 +35,11 @@ from vapo_megatron.weights.hf_directory import (
     write_index,
     write_safetensors,
 )
-from vapo_megatron.weights.holders import HOLDERS, shard_dim
+from vapo_megatron.weights.holders import HOLDERS, expert_shifts, shard_dim
 from vapo_megatron.weights.parameters import LocalParameter, local_parameters, unwrap
 from vapo_megatron.weights.table import (
     VALUE_HEAD,
     VALUE_HEAD_BIAS,
-    Row,
     parameter_count,
     shift_expert,
 )
@@ -152,22 +151,12 @@ def _tensors_of(
     row, dtype = parameter.row, parameter.data.dtype
     tensors = [
         TensorPlan(shift_expert(name, shift), size, dtype)
-        for shift in _shifts(row, shape, ranks)
+        for shift in expert_shifts(row, shape, ranks)
         for name, size in zip(parameter.hf_names, row.shapes(shape), strict=True)
     ]
     if parameter.hf_names == (VALUE_HEAD,) and with_bias:
         tensors.append(TensorPlan(VALUE_HEAD_BIAS, (1,), dtype))
     return tensors
-
-
-def _shifts(row: Row, shape: ModelShape, ranks: Ranks) -> list[int]:
-    """Return what is added to an expert's number on each rank of its axis; [0] of all else."""
-    spread = HOLDERS[row.holder].spread
-    if spread is None or shape.experts is None:
-        return [0]
-    axis = ranks.axes[spread]
-    count = shape.experts.count // axis.size
-    return [(rank - axis.rank) * count for rank in range(axis.size)]
 
 
 def _all_files(mine: list[list[_Planned]], ranks: Ranks) -> tuple[dict[str, list[TensorPlan]], int]:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from vapo_megatron.parallel.gradient_buffers import complete_gradients, wait_for_parameters
 from vapo_megatron.weights import layout
-from vapo_megatron.weights.holders import HOLDERS
+from vapo_megatron.weights.holders import HOLDERS, expert_shifts
 from vapo_megatron.weights.parameters import LocalParameter, local_parameters, unwrap
 from vapo_megatron.weights.table import Kind, hf_tensors, shift_expert
 
@@ -44,16 +44,16 @@ class _Shard:
     dtype: torch.dtype
     axis: str = "tp"
     """Of the ranks that hold the other shards or, where they hold other experts, those."""
-    num_experts: int = 0
-    """Which each of these holds; 0: they hold shards of the same parameter."""
+    shifts: tuple[int, ...] = (0,)
+    """See expert_shifts: one for each of these ranks, or one for all that hold shards."""
 
     @property
     def num_elements(self) -> int:
         return torch.Size(self.shape).numel()
 
-    def names(self, rank: int, own_rank: int) -> list[str]:
-        """Return its names on another rank of its axis."""
-        return [shift_expert(name, (rank - own_rank) * self.num_experts) for name in self.hf_names]
+    def names(self, shift: int) -> list[str]:
+        """Return its names on a rank with other experts."""
+        return [shift_expert(name, shift) for name in self.hf_names]
 
 
 def gather_hf_tensors(
@@ -87,8 +87,8 @@ def gather_hf_tensors(
         name
         for stage in stages
         for shard in stage
-        for rank in (range(ranks.ep_size) if shard.num_experts else [ranks.ep_rank])
-        for name in shard.names(rank, ranks.ep_rank)
+        for shift in shard.shifts
+        for name in shard.names(shift)
     )
     assert found == sorted(hf_tensors(shape, role)), "the stages do not add up to the model"
     for stage, shards in enumerate(stages):
@@ -98,24 +98,23 @@ def gather_hf_tensors(
             per_rank = _gather(bucket, local, stage, ranks, parameters[0].data.device)
             for shard, parts in zip(bucket, zip(*per_rank, strict=True), strict=True):
                 # Each expert is whole on its rank.
-                wholes = [[part] for part in parts] if shard.num_experts else [parts]
-                for rank, whole in enumerate(wholes):
+                count = len(parts) // len(shard.shifts)
+                for i, shift in enumerate(shard.shifts):
                     full = layout.join(
                         shard.kind,
-                        whole,
+                        parts[i * count : (i + 1) * count],
                         num_groups=shape.num_key_value_heads,
                         head_dim=shape.head_dim,
                         num_rows=shape.vocab_size,
                     )
-                    yield from zip(shard.names(rank, ranks.ep_rank), full, strict=True)
+                    yield from zip(shard.names(shift), full, strict=True)
 
 
 def _described(parameter: LocalParameter, shape: ModelShape, ranks: Ranks) -> _Shard:
     row, data = parameter.row, parameter.data
     cut, spread = HOLDERS[row.holder]
-    experts = shape.experts.count // ranks.ep_size if spread and shape.experts else 0
-    names = parameter.hf_names
-    return _Shard(names, row.kind, tuple(data.shape), data.dtype, spread or cut, experts)
+    shifts, names = tuple(expert_shifts(row, shape, ranks)), parameter.hf_names
+    return _Shard(names, row.kind, tuple(data.shape), data.dtype, spread or cut, shifts)
 
 
 def _all_stages(mine: list[_Shard], ranks: Ranks) -> list[list[_Shard]]:

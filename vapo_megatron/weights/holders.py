@@ -50,6 +50,16 @@ def num_shards(row: Row, tp_size: int) -> int:
     return tp_size if HOLDERS[row.holder].spread is None else 1
 
 
+def expert_shifts(row: Row, shape: ModelShape, ranks: Ranks) -> list[int]:
+    """Return what is added to an expert's number on each rank of its axis; [0] of all else."""
+    spread = HOLDERS[row.holder].spread
+    if spread is None or shape.experts is None:
+        return [0]
+    axis = ranks.axes[spread]
+    count = shape.experts.count // axis.size
+    return [(rank - axis.rank) * count for rank in range(axis.size)]
+
+
 def shard_dim(kind: Kind) -> int | None:
     """Return the dimension along which the HF tensors are cut, or None."""
     return {"vocabulary": 0, "qkv": 0, "gate_up": 0, "row": 1, "replicated": None}[kind]
@@ -144,6 +154,11 @@ class Member(NamedTuple):
     axis: str
     """tp or ep"""
     rank: int
+
+
+def cut_rank(member: Member | None) -> int:
+    """Return the tensor-parallel rank whose slice some ranks hold; 0 of what is not cut."""
+    return member.rank if member is not None and member.axis == "tp" else 0
 
 
 @dataclasses.dataclass(frozen=True)

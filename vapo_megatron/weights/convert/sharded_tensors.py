@@ -18,6 +18,7 @@ from vapo_megatron.weights.holders import (
     Member,
     TrainerLayout,
     bounds,
+    cut_rank,
     num_shards,
     shard_dim,
 )
@@ -93,7 +94,7 @@ class ShardedTensor:
         dim, columns = shard_dim(self.row.kind), self.num_columns
         tp_size = num_shards(self.row, place.tp_size)
         for member in place.slices(self.row):
-            rank = member.rank if member is not None and member.axis == "tp" else 0
+            rank = cut_rank(member)
             if dim is None:
                 yield Box(member, 0, self.num_rows, 0, columns)
             elif dim == 1:

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from vapo_megatron.models.hf_config import ModelShape
-from vapo_megatron.weights.holders import Member, TrainerLayout
+from vapo_megatron.weights.holders import Member, TrainerLayout, cut_rank
 from vapo_megatron.weights.reshard.plan import ENGINE, Block, Layer, Move, Plan, Slice
 from vapo_megatron.weights.reshard.shards import Piece, trainer_pieces
 from vapo_megatron.weights.reshard.vllm_layout import check_rollout_layout, engine_pieces
@@ -168,8 +168,7 @@ class _BlockPlanner:
         by_tp_rank: list[list[_Demand]] = [[] for _ in range(self.rollout_tp_size)]
         for row in some:
             for member in self.trainer.slices(row):
-                tp_rank = member.rank if member is not None and member.axis == "tp" else 0
-                held = trainer_pieces(row, self.shape, self.trainer, tp_rank)
+                held = trainer_pieces(row, self.shape, self.trainer, cut_rank(member))
                 for rollout_tp_rank, found in enumerate(by_tp_rank):
                     wanted = engine_pieces(
                         row, self.shape, self.rollout_tp_size, rollout_tp_rank, self.experts_apart
