@@ -27,11 +27,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Self, TypeVar
 
+import architecture
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import GenerationConfig, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
+from transformers import GenerationConfig, PreTrainedTokenizerBase, Qwen2ForCausalLM
 
 IGNORED = -100
 """Label of a token that is not part of the loss."""
@@ -135,6 +136,10 @@ class Architecture(Training):
     rope_theta: float = 1000.0
     max_position_embeddings: int = 512
     embedding_std: float = 0.5
+    experts: int = 0
+    """In place of the feed-forward network; 0: that."""
+    experts_per_token: int = 2
+    """Together as wide as ffn_size."""
 
 
 def train(
@@ -190,44 +195,6 @@ def train(
         f"--seed {recipe.seed}: after {total} iterations the {kind} has {found}; "
         "give another --seed"
     )
-
-
-def build_model(recipe: Architecture, vocab_size: int, stop_token_id: int) -> Qwen2ForCausalLM:
-    """Build the model with its initial weights.
-
-    Embeddings are N(0, 0.5), matrices N(0, 1/fan_in), those that write to the residual stream with
-    half that standard deviation; biases are 0 and norms 1. A model this small only learns within a
-    minute if the scale is right.
-    """
-    config = Qwen2Config(
-        vocab_size=vocab_size,
-        hidden_size=recipe.hidden_size,
-        intermediate_size=recipe.ffn_size,
-        num_hidden_layers=recipe.num_layers,
-        num_attention_heads=recipe.hidden_size // recipe.head_dim,
-        num_key_value_heads=recipe.hidden_size // recipe.head_dim,
-        max_position_embeddings=recipe.max_position_embeddings,
-        rope_parameters={"rope_type": "default", "rope_theta": recipe.rope_theta},
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=stop_token_id,
-        pad_token_id=stop_token_id,
-        dtype="float32",
-    )
-    model = Qwen2ForCausalLM._from_config(config, attn_implementation="sdpa")
-    generator = torch.Generator().manual_seed(recipe.seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-                continue
-            std = parameter.shape[1] ** -0.5
-            if "embed_tokens" in name:
-                std = recipe.embedding_std
-            elif "o_proj" in name or "down_proj" in name:
-                std /= 2
-            parameter.normal_(0.0, std, generator=generator)
-    return model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -325,7 +292,7 @@ def make_from_text(
         directory: created atomically.
         recipe: of the first round.
         text: see `Text`.
-        modules: see `digest`.
+        modules: see `digest`; architecture.py is added.
 
     Raises:
         SystemExit: see `make` and `train`.
@@ -334,7 +301,7 @@ def make_from_text(
     def write(partial: Path) -> None:
         tokenizer = text.save_tokenizer(partial)
         stop = tokenizer.eos_token_id
-        model = build_model(recipe, len(tokenizer), stop)
+        model = architecture.build_model(recipe, len(tokenizer), stop)
         if text.begin:
             text.begin(model, tokenizer)
 
@@ -352,7 +319,7 @@ def make_from_text(
         model.generation_config = GenerationConfig(eos_token_id=stop, pad_token_id=stop)
         model.save_pretrained(partial)
 
-    return make(directory, recipe, modules, text.kind, write)
+    return make(directory, recipe, [*modules, architecture], text.kind, write)
 
 
 def digest(recipe: object, modules: Sequence[ModuleType]) -> str:

@@ -428,6 +428,12 @@ algorithm.router_replay=r2  rollout.behaviour=sampler
     algorithm.router_replay=r2 replays the pass that | rollout.behaviour=sampler | router_replay=off
 algorithm.router_replay=r2  algorithm.policy_loss=none
     algorithm.router_replay=r2 replays the pass that | algorithm.policy_loss=none
+algorithm.router_replay=r3  algorithm.policy_loss=none
+    algorithm.router_replay=r3 replays the pass that | algorithm.policy_loss=none
+rollout.vllm_args={"enable_return_routed_experts":true}
+    enable_return_routed_experts=True is set by the trainer | use algorithm.router_replay
+rollout.compare_routes_every=-1
+    rollout.compare_routes_every
 rollout.vllm_args={"moe_backend":"flashinfer_cutlass"}
     rollout.vllm_args: moe_backend=flashinfer_cutlass must not be set | triton | remove it
 rollout.vllm_args={"enable_expert_parallel":true}

@@ -33,6 +33,7 @@ from tests.distributed.problem import (
 )
 from tests.models.float64 import (
     by_hf_name,
+    chosen_routes,
     load_float64,
     replay_routes,
     smallest_margin,
@@ -96,7 +97,15 @@ def routing_margin(directory: str, problem: Problem) -> float:
     return smallest_margin(model)
 
 
-def replayed_gradients(directory: str, problem: Problem, loss: str) -> Expected:
+class Replayed(NamedTuple):
+    routes: Tensor
+    """uint8 [layers with experts, tokens of all sequences, experts per token]"""
+    outputs: Tensor
+    """float64 [T, 2], see Reference."""
+    expected: Expected
+
+
+def replayed(directory: str, problem: Problem, loss: str) -> Replayed:
     """Of an actor whose routers point the other way, but choose as they did before."""
     model = load_float64(directory)
     with torch.no_grad():
@@ -104,12 +113,14 @@ def replayed_gradients(directory: str, problem: Problem, loss: str) -> Expected:
         for name, parameter in model.named_parameters():
             if name.endswith("mlp.gate.weight"):
                 parameter.neg_()
+    routes = torch.stack(chosen_routes(model)).to(torch.uint8)
     replay_routes(model)
     outputs = actor_outputs(model, problem)
     value, *by_output = actor_loss(
         *(x.tolist() for x in outputs), problem, ACTOR_LOSSES[loss]
     )  # fmt: skip
-    return Expected(value, _gradients(list(outputs), by_output, model))
+    expected = Expected(value, _gradients(list(outputs), by_output, model))
+    return Replayed(routes, torch.stack(outputs, -1).detach(), expected)
 
 
 def load_critic(directory: str) -> Any:

@@ -43,6 +43,11 @@ def replay_routes(model: Any) -> None:
             module.replayed = True
 
 
+def chosen_routes(model: Any) -> list[Tensor]:
+    """What each router has chosen so far, int64 [tokens, experts per token], by layer."""
+    return [torch.cat(module.chosen) for module in model.modules() if hasattr(module, "chosen")]
+
+
 def by_hf_name(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors by a checkpoint's names: transformers holds a layer's experts in one parameter."""
     found = {}

@@ -14,6 +14,7 @@ import sys
 from array import array
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 from safetensors.numpy import save_file
@@ -91,6 +92,51 @@ def test_turns_are_dumped(tmp_path, workers):
     assert read_file(path) == with_turns(1) != rollouts(1)
     assert header.longest_sequence == max(len(s.rollout.sequence) for s in with_turns(1))
     assert header.largest_token_id == 59
+
+
+def with_routes(step, width=6, without=2):
+    """Every response but one has the routes of all tokens but its last."""
+    found = []
+    for item in with_turns(step):
+        r = item.rollout
+        rows = len(r.sequence) - 1
+        routes = (np.arange(rows * width) * (r.position + 1) % 251).astype(np.uint8)
+        routes = None if r.position == without else routes.reshape(rows, width)
+        found.append(dataclasses.replace(item, rollout=dataclasses.replace(r, routes=routes)))
+    return found
+
+
+def test_routes_are_dumped(tmp_path, workers):
+    workers.run(1, write, tmp_path, with_routes(1))
+    ((path, _),) = read_headers(tmp_path, 1)
+    read = read_file(path)
+    assert read == with_turns(1)
+    for item, written in zip(read, with_routes(1), strict=True):
+        routes, expected = item.rollout.routes, written.rollout.routes
+        if expected is None:
+            assert routes is None
+        else:
+            assert routes.dtype == np.uint8 and np.array_equal(routes, expected)
+
+
+def read_with_routes(hf, root, width):
+    """The number of responses of a replay that needs so many routes of each token."""
+    ranks = groups.initialize(config(hf).parallel)
+    source = Replay(root, ranks, "math", routes_per_token=width)
+    try:
+        return len(source.rollouts(StepRequest(0, 0, contextlib.nullcontext))[0])
+    except DataError as error:
+        return str(error)
+
+
+def test_a_dump_with_other_routes_is_refused(tmp_path, workers, hf):
+    workers.run(1, write, tmp_path / "with", with_routes(1, without=None))
+    assert workers.run(1, read_with_routes, hf, tmp_path / "with", 6) == [NUM_RESPONSES]
+    (error,) = workers.run(1, read_with_routes, hf, tmp_path / "with", 8)
+    assert "has 6 experts of a token that vLLM chose" in error and "this model has 8" in error
+    workers.run(1, write, tmp_path / "without", with_turns(1))
+    (error,) = workers.run(1, read_with_routes, hf, tmp_path / "without", 6)
+    assert "has 0 experts" in error and "set algorithm.router_replay to r2 or off" in error
 
 
 OWN = {0: (59, 58, 57, 56, 55, 54), 2: (3,)}

@@ -153,10 +153,11 @@ class AlgorithmConfig(Section):
     sampler_icepop_high: float = _field(
         5.0, "Largest k that sampler_correction=icepop keeps.", ge=1
     )
-    router_replay: Literal["off", "r2"] = _field(
+    router_replay: Literal["off", "r2", "r3"] = _field(
         "off",
         "Experts of a token in the policy's update; off: those that its router chooses now; r2: "
-        "those of the pass that computed the old log-probabilities.",
+        "those of the pass that computed the old log-probabilities; r3: in that pass and the "
+        "update, those that vLLM chose.",
     )
     entropy_coef: float = _field(0.0, "Weight of the entropy bonus.", ge=0)
     kl_coef: float = _field(

@@ -126,6 +126,16 @@ METRICS: dict[str, Metric] = {
     "rollout/logprob_diff_mean": Metric(
         "nat", "Mean |log-probability in vLLM - in the trainer| over response tokens."
     ),
+    "rollout/other_routes_fraction": Metric(
+        "",
+        "With algorithm.router_replay=r3: share of (token, layer) for which the trainer's router, "
+        "before the updates, would choose other experts than vLLM did.",
+    ),
+    "rollout/logprob_diff_own_routes_mean": Metric(
+        "nat",
+        "As rollout/logprob_diff_mean, with the experts that the trainer's routers choose; see "
+        "rollout.compare_routes_every.",
+    ),
     "rollout/logprob_diff_high_fraction": Metric(
         "",
         "Fraction of response tokens that differ by more than rollout.max_logprob_difference; the "

@@ -105,6 +105,13 @@ class RolloutConfig(Section):
         "starting with the first; 0: never.",
         ge=0,
     )
+    compare_routes_every: int = _field(
+        10,
+        "Steps between comparisons of vLLM's log-probabilities with those of the trainer's own "
+        "routes, with algorithm.router_replay=r3, starting with the first; each costs a forward "
+        "pass; 0: never.",
+        ge=0,
+    )
     max_logprob_difference: float | None = _field(
         None,
         "Stop the run when vLLM's and the trainer's log-probabilities differ by more than this on "

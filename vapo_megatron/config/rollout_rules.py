@@ -64,8 +64,9 @@ def replay_rule(c: VapoConfig) -> str | None:
     """Whose routes are replayed."""
     if c.algorithm.router_replay == "off":
         return None
+    is_own = c.rollout.behaviour == "recomputed" or c.algorithm.router_replay == "r3"
     for name, value, ok in (
-        ("rollout.behaviour", c.rollout.behaviour, c.rollout.behaviour == "recomputed"),
+        ("rollout.behaviour", c.rollout.behaviour, is_own),
         ("algorithm.policy_loss", c.algorithm.policy_loss, c.algorithm.policy_loss != "none"),
     ):
         if not ok:

@@ -22,6 +22,7 @@ FIELDS = {
     "gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "kv_cache_dtype": "rollout.kv_cache_dtype",
     "enable_sleep_mode": "parallel.offload",
+    "enable_return_routed_experts": "algorithm.router_replay",
 }
 """Arguments of vLLM with the field to use in their place."""
 

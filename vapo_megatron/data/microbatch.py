@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,6 +83,59 @@ class Microbatch:
         return self.batch.sequence_cu_seqlens[1:].long() - 1
 
 
+def sources(
+    batch: RolloutBatch,
+    *,
+    multiple_of: int = 1,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+    partition: Partition = rows_of_rank,
+) -> Tensor:
+    """Return int64 [S']: which of the batch's tokens each of a forward pass's is; -1: padding.
+
+    Arguments as for make_microbatch, whose `tokens` are these.
+    """
+    packed = _pack(batch, multiple_of, cp_size)
+    found = torch.full((packed.total,), -1, device=packed.places.device)
+    found[packed.places] = torch.arange(len(batch.tokens), device=packed.places.device)
+    if cp_size == 1:
+        return found
+    return found[partition(packed.cu_seqlens, packed.total, cp_size, cp_rank)]
+
+
+class _Packed(NamedTuple):
+    """Where the tokens of a batch stand in S."""
+
+    lengths: Tensor
+    """int64: tokens of each sequence in S, the padding's at the end."""
+    cu_seqlens: Tensor
+    """int32: their bounds."""
+    total: int
+    """S."""
+    starts: Tensor
+    """int64 [B]"""
+    places: Tensor
+    """int64 [tokens of the batch]"""
+
+
+def _pack(batch: RolloutBatch, multiple_of: int, cp_size: int) -> _Packed:
+    """Pad sequences, and their end, to what the ranks can divide."""
+    # Zig-zag: each sequence is padded to a multiple of 2 * cp_size, so that ranks get two equal
+    # chunks each.
+    chunks = 1 if cp_size == 1 else 2 * cp_size
+    real = batch.sequence_lengths
+    lengths = real + -real % chunks
+    size, unit = int(lengths.sum()), math.lcm(multiple_of * cp_size, chunks)
+    padding = -size % unit if size else unit  # A forward pass needs tokens.
+    if padding:
+        lengths = torch.cat([lengths, lengths.new_tensor([padding])])
+    cu_seqlens = bounds(lengths)
+    starts = cu_seqlens[: len(real)].long()
+    shift = starts - batch.sequence_cu_seqlens[:-1].long()
+    places = torch.arange(len(batch.tokens), device=real.device) + shift.repeat_interleave(real)
+    return _Packed(lengths, cu_seqlens, size + padding, starts, places)
+
+
 def make_microbatch(
     batch: RolloutBatch,
     *,
@@ -99,22 +153,11 @@ def make_microbatch(
         cp_size, cp_rank: context-parallel ranks and this one's index; see context_parallel.py.
         partition: which tokens each of these ranks holds.
     """
-    # Zig-zag: each sequence is padded to a multiple of 2 * cp_size, so that ranks get two equal
-    # chunks each.
-    chunks = 1 if cp_size == 1 else 2 * cp_size
-    real = batch.sequence_lengths
-    lengths = real + -real % chunks
-    size, unit = int(lengths.sum()), math.lcm(multiple_of * cp_size, chunks)
-    padding = -size % unit if size else unit  # A forward pass needs tokens.
-    if padding:
-        lengths = torch.cat([lengths, lengths.new_tensor([padding])])
-    cu_model, total = bounds(lengths), size + padding
-    starts = cu_model[: len(real)].long()
+    packed = _pack(batch, multiple_of, cp_size)
+    lengths, cu_model, total, starts = packed[:4]
     tokens = batch.tokens
     if total > len(tokens):
-        shift = starts - batch.sequence_cu_seqlens[:-1].long()
-        places = torch.arange(len(tokens), device=tokens.device) + shift.repeat_interleave(real)
-        tokens = tokens.new_zeros(total).index_copy_(0, places, batch.tokens)
+        tokens = tokens.new_zeros(total).index_copy_(0, packed.places, batch.tokens)
     position_ids = torch.arange(total, device=tokens.device)
     position_ids -= cu_model[:-1].long().repeat_interleave(lengths)
     # The position before a token predicts it.
@@ -127,7 +170,8 @@ def make_microbatch(
         is_own = outputs // len(rows) == cp_rank
         # Before tokens are split: a chunk's last token predicts one that another rank may hold.
         targets = tokens[predicting + 1][is_own]
-        context_parallel = ContextParallelTokens(targets, outputs, places[starts + real - 1])
+        ends = places[starts + batch.sequence_lengths - 1]
+        context_parallel = ContextParallelTokens(targets, outputs, ends)
         predicting = outputs[is_own] % len(rows)
         tokens, position_ids = tokens[rows], position_ids[rows]
     return Microbatch(

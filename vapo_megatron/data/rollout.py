@@ -45,6 +45,8 @@ class Turn(NamedTuple):
     """Its own."""
 
 
+UNKNOWN_ROUTE = 255
+"""In place of a number in `Rollout.routes`, where no router has chosen: experts are fewer."""
 CUTS = ("", "rollout.max_response_tokens", "environment.max_action_tokens", "environment.max_turns")
 """Fields whose limits end an episode; dumps store their index."""
 
@@ -95,6 +97,9 @@ class Rollout:
     """Those that have ended, of a response that an environment answers."""
     episode: Episode | None = None
     """Once an environment has answered all of them; None: there is no environment."""
+    routes: np.ndarray | None = dataclasses.field(default=None, compare=False, repr=False)
+    """uint8 [rows, layers * experts per token]: the experts of the first tokens of `sequence`, as
+    the latest policy that read them chose, layer by layer; None: nobody asked for them."""
 
     @classmethod
     def empty(cls, prompt: Prompt, sample: int, position: int, version: int) -> Rollout:
@@ -129,6 +134,18 @@ class Rollout:
             places[before:] += len(ids)
         return places
 
+    def all_routes(self, width: int) -> np.ndarray:
+        """Return uint8 [S, width]: its routes, and UNKNOWN_ROUTE where there are none.
+
+        width: layers * experts per token; an episode that failed at once has no routes to say it.
+        """
+        rows = len(self.prompt.token_ids) + len(self.token_ids) + self.num_inserted
+        found = np.full((rows, width), UNKNOWN_ROUTE, np.uint8)
+        if self.routes is not None:
+            assert self.routes.shape[1] == width, f"{self.routes.shape[1]} experts of a token"
+            found[: len(self.routes)] = self.routes
+        return found
+
     @property
     def is_paid(self) -> bool:
         """Episode.is_paid."""
@@ -150,9 +167,18 @@ class Rollout:
         return self.segments or ((self.policy_version, len(self.token_ids)),)
 
     def extended(
-        self, token_ids: array[int], logprobs: array[float], version: int, *, truncated: bool
+        self,
+        token_ids: array[int],
+        logprobs: array[float],
+        version: int,
+        *,
+        truncated: bool,
+        routes: np.ndarray | None = None,
     ) -> Rollout:
-        """Return it with the tokens that a version has sampled after it."""
+        """Return it with the tokens that a version has sampled after it.
+
+        routes: of the whole; None: nothing has been read since those that it has.
+        """
         assert not self.columns, "numbers per token of a response that goes on would be too few"
         assert self.logprobs is not None, "a given response is complete"
         parts = [part for part in self.versions if part[1]]
@@ -166,6 +192,7 @@ class Rollout:
             truncated=truncated,
             policy_version=parts[-1][0] if parts else version,
             segments=tuple(parts) if len(parts) > 1 else (),
+            routes=self.routes if routes is None else routes,
         )
 
 
@@ -209,6 +236,10 @@ class ScoredRollout:
     def total_reward(self) -> float:
         """The sum of all."""
         return self.reward + self.earned
+
+    def without_routes(self) -> ScoredRollout:
+        """Return it without the rollout's routes, which are many bytes."""
+        return dataclasses.replace(self, rollout=dataclasses.replace(self.rollout, routes=None))
 
     @property
     def own_columns(self) -> tuple[str, ...]:

@@ -135,6 +135,11 @@ class ModelShape:
         return () if self.experts is None else self.experts.layers
 
     @property
+    def experts_per_token(self) -> int:
+        """Of a layer that has experts."""
+        return 0 if self.experts is None else self.experts.per_token
+
+    @property
     def dense_layers(self) -> tuple[int, ...] | range:
         """Numbers of the layers with one feed-forward network."""
         found = range(self.num_layers)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.data.columns import PER_TOKEN
+from vapo_megatron.data.rollout import UNKNOWN_ROUTE
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.planning.matrices import kind_of
 from vapo_megatron.planning.memory import offloads
@@ -112,6 +113,8 @@ def host_bytes(
         copied = 0
     step = step_host_bytes(config, keeps_rollouts=keeps_rollouts)
     step += route_bytes(shape, config)
+    if keeps_rollouts and config.samples and not config.rollout.is_disaggregated:
+        step += returned_route_bytes(shape, config, _kept_responses(config))
     return HostBytes(offloaded, max([copied, *gathered]), step)
 
 
@@ -135,10 +138,7 @@ def step_host_bytes(config: VapoConfig, *, keeps_rollouts: bool) -> int:
     sampled = -(-count // (parallel.world_size // rollout.tensor_model_parallel_size))
     finished = 0
     if keeps_rollouts:
-        rounds = 2 if config.algorithm.dynamic_sampling else 1
-        replicas = parallel.world_size // rollout.tensor_model_parallel_size
-        partial = _partial_responses(config, replicas)
-        finished = (rounds * sampled + partial) * response * ROLLOUT_TOKEN_BYTES
+        finished = _kept_responses(config) * response * ROLLOUT_TOKEN_BYTES
     running = min(sampled, rollout.max_num_sequences) * response * VLLM_HOST_TOKEN_BYTES
     return finished + max(running, batch)
 
@@ -146,7 +146,8 @@ def step_host_bytes(config: VapoConfig, *, keeps_rollouts: bool) -> int:
 def route_bytes(shape: ModelShape, config: VapoConfig) -> int:
     """Bytes of a process's routes of a step, with router replay: a byte for each chosen expert.
 
-    Of its own tokens and its own stage's layers; of the stage that has most.
+    Of its own tokens and its own stage's layers; of the stage that has most. The sampler's (r3)
+    arrive for whole sequences, which are cut then.
     """
     parallel, rollout, experts = config.parallel, config.rollout, shape.experts
     if config.algorithm.router_replay == "off" or experts is None:
@@ -156,8 +157,19 @@ def route_bytes(shape: ModelShape, config: VapoConfig) -> int:
     layers = max(len(stage & {*experts.layers}) for stage in of_stages)
     responses = -(-config.algorithm.responses_per_step // parallel.data_parallel_size)
     tokens = responses * (rollout.max_prompt_tokens + rollout.max_response_tokens)
-    tokens //= parallel.tensor_model_parallel_size * parallel.context_parallel_size
-    return tokens * layers * experts.per_token * (1 if experts.count <= 256 else 2)
+    own = tokens // (parallel.tensor_model_parallel_size * parallel.context_parallel_size)
+    if config.algorithm.router_replay == "r3":
+        own += tokens
+    return own * layers * experts.per_token * (1 if experts.count <= UNKNOWN_ROUTE else 2)
+
+
+def returned_route_bytes(shape: ModelShape, config: VapoConfig, responses: int) -> int:
+    """Bytes of the routes that come with so many of the longest responses, of all layers."""
+    rollout = config.rollout
+    if config.algorithm.router_replay != "r3":
+        return 0
+    tokens = rollout.max_prompt_tokens + rollout.max_response_tokens
+    return responses * tokens * shape.num_layers * shape.experts_per_token
 
 
 def rollout_host_bytes(shape: ModelShape, config: VapoConfig, num_gpus: int) -> HostBytes:
@@ -174,8 +186,17 @@ def rollout_host_bytes(shape: ModelShape, config: VapoConfig, num_gpus: int) -> 
     held = (rollout.lag + 1) * sampled + _partial_responses(config, of_all)
     finished = held * ROLLOUT_TOKEN_BYTES
     step = (num_gpus * running + replicas * finished) * rollout.max_response_tokens
+    step += replicas * returned_route_bytes(shape, config, held)
     versions = rollout.lag + 2 if rollout.lag else 0
     return HostBytes(0, 0, step, num_gpus * versions * engine_weight_bytes(shape, config))
+
+
+def _kept_responses(config: VapoConfig) -> int:
+    """Finished responses that the first rank of a replica has, where the trainers sample."""
+    replicas = config.parallel.world_size // config.rollout.tensor_model_parallel_size
+    sampled = -(-config.algorithm.responses_per_step // replicas)
+    rounds = 2 if config.algorithm.dynamic_sampling else 1
+    return rounds * sampled + _partial_responses(config, replicas)
 
 
 def _partial_responses(config: VapoConfig, replicas: int) -> int:

@@ -93,12 +93,14 @@ class Actor(Policy):
         if config.algorithm.router_replay != "off" and shape.experts is not None:
             self.replay = RouterReplay(model, shape.experts.count)
 
-    def compute_logprobs(self, microbatches: Sequence[Microbatch]) -> tuple[Tensor, Tensor]:
+    def compute_logprobs(
+        self, microbatches: Sequence[Microbatch], *, replays: bool = True
+    ) -> tuple[Tensor, Tensor]:
         """Return (logprobs, entropy) of the response tokens, no gradient; both float32 [T], CPU.
 
         T runs over the response tokens of all microbatches in order. Both are at the rollout's
         temperature; entropy is in nats. With router replay the routes of these passes are
-        remembered for the updates.
+        remembered for the updates, or are the sampler's; replays=False: neither.
         """
 
         def head(output: Tensor, microbatch: Microbatch) -> Tensor:
@@ -106,7 +108,9 @@ class Actor(Policy):
             assert entropy is not None
             return torch.stack([logprobs, entropy], dim=-1)
 
-        with self._routes("record") as before:
+        # Routes that are held are the sampler's; else these passes' are.
+        mode: Mode = "score" if self.config.algorithm.router_replay == "r3" else "record"
+        with self._routes(mode if replays else "live") as before:
             results = forward_only(self.placed.chunks, microbatches, head, before=before)
         both = torch.cat(results).cpu()
         return both[:, 0].contiguous(), both[:, 1].contiguous()
@@ -114,7 +118,7 @@ class Actor(Policy):
     @contextlib.contextmanager
     def _routes(self, mode: Mode) -> Iterator[Before | None]:
         """Record or replay routes in the body, with what schedule.py is to call; None: neither."""
-        if self.replay is None:
+        if self.replay is None or mode == "live":
             yield None
             return
         with self.replay.during(mode):
@@ -154,7 +158,7 @@ class Actor(Policy):
         for mini_batch in mini_batches:
             loss_function = partial(self._loss, mini_batch)
             rate = learning_rate(self.trained.num_updates, self.config.optimizer, "actor")
-            with self._routes("replay") as before:
+            with self._routes("update") as before:
                 learned = self.trained.update(mini_batch, loss_function, rate, before)
             if not mini_batch.counts["positive_tokens"]:
                 # Undefined, and a 0 would bias the mean over the updates.
@@ -171,13 +175,13 @@ class Actor(Policy):
         totals = {**first, **mean_of_updates(updates)}
         totals["learning_rate"] = torch.tensor(rate, dtype=torch.float64)
         if self.replay is not None:
-            totals["other_routes_fraction"] = torch.tensor(self.replay.other_fraction())
+            totals["other_routes_fraction"] = torch.tensor(self.replay.take_other_fraction())
         return {f"actor/{name}": float(value) for name, value in totals.items()}
 
     def compute_gradients(self, mini_batch: MiniBatch) -> dict[str, Tensor]:
         """Leave one mini-batch's reduced gradient in the DDP buffers; return metrics."""
         assert self.trained is not None
-        with self._routes("replay") as before:
+        with self._routes("update") as before:
             return self.trained.compute_gradients(
                 mini_batch, partial(self._loss, mini_batch), before
             )

@@ -69,6 +69,8 @@ OF_RESPONSE: dict[str, tuple[type, Callable[[ScoredRollout], Any]]] = {
     "turns": (np.float64, lambda s: np.ravel(s.rollout.turns)),
     # What cut it, whether its environment failed, and wrong calls; not how long that took.
     "episode": (np.int64, lambda s: _of_episode(s.rollout.episode)),
+    # routes_per_token has how many of these each token has.
+    "routes": (np.uint8, lambda s: () if s.rollout.routes is None else s.rollout.routes.ravel()),
     "metrics": (np.uint8, lambda s: _to_bytes(json.dumps(s.metrics) if s.metrics else None)),
 }
 """The same of each response."""
@@ -107,6 +109,10 @@ def pack(scored: Sequence[ScoredRollout]) -> dict[str, np.ndarray]:
     if "inserted_at" in arrays:
         inserted = [np.array(ids, np.int32) for r in rollouts for _, ids in r.inserted]
         arrays["inserted_tokens"] = np.concatenate(inserted)
+    if "routes" in arrays:
+        widths = {r.routes.shape[1] for r in rollouts if r.routes is not None}
+        assert len(widths) == 1, f"routes of models with {sorted(widths)} experts per token"
+        arrays["routes_per_token"] = np.array([*widths], np.int64)
     return arrays
 
 
@@ -146,6 +152,7 @@ def unpack(arrays: Mapping[str, np.ndarray]) -> list[ScoredRollout]:
             numbers = arrays[f"column_{name}"]
             for own, part in zip(columns, packed(numbers.dtype.char, np.split(numbers, bounds))):
                 own[name] = part
+    per_token = int(arrays.get("routes_per_token", np.zeros(1))[0])
     # One flat array of all tokens.
     inserted = iter(arrays.get("inserted_tokens", np.empty(0, np.int32)).tolist())
     rollouts = map(
@@ -165,6 +172,7 @@ def unpack(arrays: Mapping[str, np.ndarray]) -> list[ScoredRollout]:
         columns,
         [tuple(Turn(int(end), reward) for end, reward in some) for some in pairs("turns")],
         map(_to_episode, parts["episode"]),
+        [part.reshape(-1, per_token) if len(part) else None for part in parts["routes"]],
     )
 
     verdicts = zip(

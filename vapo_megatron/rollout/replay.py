@@ -28,7 +28,13 @@ class Replay(RolloutSource):
     """A source whose step s is step s of a dump; it has no data, engine or evaluation."""
 
     def __init__(
-        self, directory: Path, ranks: Ranks, default_verifier: str, *, takes_given: bool = False
+        self,
+        directory: Path,
+        ranks: Ranks,
+        default_verifier: str,
+        *,
+        takes_given: bool = False,
+        routes_per_token: int = 0,
     ) -> None:
         """Find the dump in a run directory or its replay directory; check_dump has accepted it.
 
@@ -36,9 +42,11 @@ class Replay(RolloutSource):
             directory, ranks: the dump, and this rank's place.
             default_verifier: see labels_of. A replay knows the names in the step that it reads.
             takes_given: responses may be given ones, which nothing has sampled.
+            routes_per_token: how many Rollout.routes must have of each token; 0: none are needed.
         """
         self._root, self._ranks = replay_directory(directory), ranks
         self._default_verifier, self._takes_given = default_verifier, takes_given
+        self._routes_per_token = routes_per_token
         self.note = f"replay of {self._root}: nothing is sampled, published or evaluated"
 
     def rollouts(self, asked: StepRequest) -> tuple[list[ScoredRollout], dict[str, float]]:
@@ -74,6 +82,16 @@ class Replay(RolloutSource):
                 "only the positive-example loss can train on; set data.response_column and "
                 "algorithm.policy_loss=none as that run did"
             )
+        for item in scored if self._routes_per_token else ():
+            routes = item.rollout.routes
+            found = 0 if routes is None else routes.shape[1]
+            # An episode may have failed before its first token.
+            if item.rollout.token_ids and found != self._routes_per_token:
+                raise DataError(
+                    f"{path} has {found} experts of a token that vLLM chose, but this model has "
+                    f"{self._routes_per_token} in its layers; set algorithm.router_replay to r2 or "
+                    "off, or dump a run of this model that has r3"
+                )
         return scored
 
 

@@ -93,7 +93,7 @@ class Sampling(PromptSource):
 
         self.engine = RolloutEngine(
             str(model.hf_path), inputs, rollout, dtype=rollout.dtype or model.dtype, seed=seed,
-            offload=offload,
+            offload=offload, returns_routes=algorithm.router_replay == "r3",
         )  # fmt: skip
         self._sync = None
         if ranks is not None:

@@ -118,7 +118,11 @@ class Built:
         """
         if replay is not None:
             default = default_name(self.config.reward, verifier)
-            return Replay(replay, self.ranks, default, takes_given=not self.config.samples)
+            routes = self.shape.num_layers * self.shape.experts_per_token
+            return Replay(
+                replay, self.ranks, default, takes_given=not self.config.samples,
+                routes_per_token=routes if self.config.algorithm.router_replay == "r3" else 0,
+            )  # fmt: skip
         c, hf_path = self.config, str(self.config.model.hf_path)
         inputs = inputs or read_inputs(
             self.shape,

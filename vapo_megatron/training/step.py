@@ -41,6 +41,7 @@ from vapo_megatron.parallel.minibatches import (
     with_microbatches,
 )
 from vapo_megatron.parallel.reduce import any_rank, sum_over_data_parallel
+from vapo_megatron.parallel.route_exchange import exchange_routes
 from vapo_megatron.reward.checks import check_verdicts
 from vapo_megatron.reward.scoring import with_scores
 from vapo_megatron.roles.advantages import (
@@ -137,13 +138,15 @@ class StepTrainer(Built):
         with self.phase(EXCHANGE):
             summary, batch, plan = self._distribute(scored, step)
             batch = with_loss_mask(batch, config.algorithm)
-        sizes = plan.microbatch_sizes(self.ranks.dp_rank)
-        of_rank = microbatch_options(config.model, config.parallel, self.ranks)
+            sizes = plan.microbatch_sizes(self.ranks.dp_rank)
+            of_rank = microbatch_options(config.model, config.parallel, self.ranks)
 
-        def microbatches_of(batch: RolloutBatch) -> list[Microbatch]:
-            return make_microbatches(batch, itertools.chain(*sizes), **of_rank)
+            def microbatches_of(batch: RolloutBatch) -> list[Microbatch]:
+                return make_microbatches(batch, itertools.chain(*sizes), **of_rank)
 
-        microbatches = microbatches_of(batch)
+            microbatches = microbatches_of(batch)
+            if config.algorithm.router_replay == "r3":
+                self._hold_routes(scored, summary, plan, microbatches)
         of_critic = (
             microbatches if batch.critic_prompts is None else microbatches_of(batch.for_critic())
         )
@@ -172,7 +175,7 @@ class StepTrainer(Built):
         entropy = None
         if not summary.is_given:  # No loss on given responses is relative to an earlier policy.
             with self.phase(LOGPROBS):
-                batch, entropy, compared = self._with_logprobs(batch, microbatches)
+                batch, entropy, compared = self._with_logprobs(step, batch, microbatches)
                 metrics = {**metrics, **compared}
         if self.reference is not None and self._trains_actor(step):
             with self.phase(REFERENCE_LOGPROBS):
@@ -223,14 +226,14 @@ class StepTrainer(Built):
             _, batch, plan = self._distribute(self.source.held_out(), 0, algorithm)
             (microbatches,) = plan.microbatch_sizes(self.ranks.dp_rank)
             logprobs, _ = self.actor.compute_logprobs(
-                make_microbatches(batch, microbatches, **of_rank)
+                make_microbatches(batch, microbatches, **of_rank), replays=False
             )
             sums = masked_sums(logprobs, torch.ones_like(logprobs, dtype=torch.bool))
             tokens, total, _ = sum_over_data_parallel(sums, self.ranks).tolist()
         return {"evaluation/nll_mean": -total / tokens, "evaluation/nll_tokens": tokens}
 
     def _with_logprobs(
-        self, batch: RolloutBatch, microbatches: Sequence[Microbatch]
+        self, step: int, batch: RolloutBatch, microbatches: Sequence[Microbatch]
     ) -> tuple[RolloutBatch, Tensor, dict[str, float]]:
         """Return the batch with what losses are relative to, the entropy [T], and metrics.
 
@@ -242,8 +245,51 @@ class StepTrainer(Built):
         batch = batch.replace(old_logprobs=old_logprobs)
         limit, is_stale = config.rollout.max_logprob_difference, config.rollout.is_stale
         difference = logprob_difference(batch, limit, self.ranks, is_stale=is_stale)
+        difference |= self._compare_routes(step, batch, microbatches)
         batch, of_mask = with_policy_mask(batch, config.algorithm, self.ranks)
         return with_behaviour(batch, config.rollout), entropy, {**difference, **of_mask}
+
+    def _hold_routes(
+        self,
+        scored: Sequence[ScoredRollout],
+        summary: StepSummary,
+        plan: StepPlan,
+        microbatches: Sequence[Microbatch],
+    ) -> None:
+        """Send the sampler's routes to the ranks that train on the tokens, for all their passes."""
+        replay, shape = self.actor.replay, self.shape
+        assert replay is not None, "check_experts has refused models without experts"
+        wanted = [plan.positions(dp_rank) for dp_rank in range(self.ranks.dp_size)]
+        routes = exchange_routes(
+            scored, summary, wanted, replay.layers, shape.num_layers, shape.experts_per_token,
+            self.ranks, self.source.group,
+        )  # fmt: skip
+        parallel = self.config.parallel
+        replay.hold(
+            routes, microbatches,
+            parts=self.ranks.tp_size if parallel.sequence_parallel else 1,
+            part=self.ranks.tp_rank if parallel.sequence_parallel else 0,
+            **microbatch_options(self.config.model, parallel, self.ranks),
+        )  # fmt: skip
+
+    @emits("rollout/other_routes_fraction", "rollout/logprob_diff_own_routes_mean")
+    def _compare_routes(
+        self, step: int, batch: RolloutBatch, microbatches: Sequence[Microbatch]
+    ) -> dict[str, float]:
+        """Return how far the trainer's own routes are from vLLM's, which it has just replayed.
+
+        The share of (token, layer) with others, and every few steps the mean difference to vLLM's
+        log-probabilities with its own routes, as rollout/logprob_diff_mean has it with vLLM's.
+        """
+        replay, every = self.actor.replay, self.config.rollout.compare_routes_every
+        if replay is None or self.config.algorithm.router_replay != "r3":
+            return {}
+        found = {"rollout/other_routes_fraction": replay.take_other_fraction()}
+        if every and step % every == 0:
+            logprobs, _ = self.actor.compute_logprobs(microbatches, replays=False)
+            difference = logprob_difference(batch.replace(old_logprobs=logprobs), None, self.ranks)
+            found["rollout/logprob_diff_own_routes_mean"] = difference["rollout/logprob_diff_mean"]
+        return found
 
     def _trains_actor(self, step: int) -> bool:
         return actor_is_trained(step, self.config.algorithm.value_pretraining_steps)

@@ -40,7 +40,9 @@ def _table(form: str, arms: Mapping[str, Arm], *configs: str, **more: Arm) -> Ta
         # One step: all responses are there to be read several times.
         value_steps=1,
         value_changes=("algorithm.responses_per_step=512", "algorithm.critic_updates_per_step=6"),
-        base_sources=("credit/base.py", "make_tokenizer.py", "making.py", "credit/keys.py"),
+        base_sources=(
+            "credit/base.py", "make_tokenizer.py", "making.py", "architecture.py", "credit/keys.py",
+        ),
         base_seconds=350.0,
         data_sources=("credit/keys.py", "task.py"),
         trainer=("credit/train.py", "credit/measures.py", "credit/values.py", "credit/keys.py"),

@@ -22,8 +22,8 @@ from runner.jobs import Job, Seed, finished
 from runner.samples import Measured, measured, read_samples
 
 SOURCES = (
-    "second_thoughts.py", "make_base_model.py", "make_tokenizer.py", "making.py", "skill.py",
-    "task.py",
+    "second_thoughts.py", "make_base_model.py", "make_tokenizer.py", "making.py", "architecture.py",
+    "skill.py", "task.py",
 )  # fmt: skip
 SWITCH, NEVER = "Wait;", "Never"
 """The base model's keyword; one that it does not have, so that all traces stay as they are."""

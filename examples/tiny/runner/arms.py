@@ -72,6 +72,8 @@ class Table:
     value_changes: tuple[str, ...] = ()
     """Overrides of the value pretraining."""
     base_sources: tuple[str, ...] = BASE_SOURCES
+    base_options: tuple[str, ...] = ()
+    """More options of the base model's script."""
     base_seconds: float = 120.0
     """Estimate for the base model, in the units in which a policy step takes 10."""
     data_sources: tuple[str, ...] = ("task.py",)
@@ -124,8 +126,9 @@ def seed_jobs(
         )  # fmt: skip
 
     jobs.add_script(
-        "base", table.base_sources, "--form", task, seconds=table.base_seconds, form=task
-    )
+        "base", table.base_sources, "--form", task, *table.base_options,
+        seconds=table.base_seconds, form=" ".join([task, *table.base_options]),
+    )  # fmt: skip
     jobs.add_script("data", table.data_sources, "--form", task, seconds=2.0, form=task)
     if table.has_reward_model:
         jobs.add_script(

@@ -27,7 +27,10 @@ ROOT = TINY.parents[1]
 CONFIGS = TINY.parent / "configs"
 NO_EFFECT = ("logging.", "checkpoint.")
 """Sections that do not affect results."""
-BASE_SOURCES = ("make_base_model.py", "make_tokenizer.py", "making.py", "skill.py", "task.py")
+BASE_SOURCES = (
+    "make_base_model.py", "make_tokenizer.py", "making.py", "architecture.py", "skill.py",
+    "task.py",
+)  # fmt: skip
 """The script that makes a base model, and the files that it depends on."""
 
 

@@ -55,7 +55,13 @@ TABLE = Table(
     # One step: all responses are there to be read several times.
     value_steps=1,
     value_changes=(f"algorithm.responses_per_step={READ}", "algorithm.critic_updates_per_step=5"),
-    base_sources=("turns/base.py", "make_tokenizer.py", "making.py", "turns/luck.py"),
+    base_sources=(
+        "turns/base.py",
+        "make_tokenizer.py",
+        "making.py",
+        "architecture.py",
+        "turns/luck.py",
+    ),
     base_seconds=100.0,
     data_sources=("turns/luck.py",),
     trainer=("turns/train.py", "turns/luck.py"),

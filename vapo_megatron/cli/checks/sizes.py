@@ -7,6 +7,7 @@ from pathlib import Path
 
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.config.missing import hub_id
+from vapo_megatron.data.rollout import UNKNOWN_ROUTE
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.models.known import KNOWN_MODELS, known_shape
@@ -40,6 +41,12 @@ def check_experts(shape: ModelShape, config: VapoConfig) -> None:
                     f"model.hf_path={config.model.hf_path} is not; set it to {str(off).lower()}"
                 )
         return
+    if config.algorithm.router_replay == "r3" and shape.experts.count > UNKNOWN_ROUTE:
+        raise ConfigError(
+            f"algorithm.router_replay=r3 keeps a byte for each of a token's experts, of at most "
+            f"{UNKNOWN_ROUTE}; model.hf_path={config.model.hf_path} has {shape.experts.count}; set "
+            "it to r2 or off"
+        )
     for role in config.algorithm.trained_roles:
         if (method := config.optimizer.method(role)) != "adamw":
             raise ConfigError(

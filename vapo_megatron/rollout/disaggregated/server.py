@@ -43,6 +43,7 @@ from vapo_megatron.parallel.health.early_stop import note_started, pending_signa
 from vapo_megatron.parallel.health.watchdog import Watchdog
 from vapo_megatron.parallel.offload import check_host_memory
 from vapo_megatron.parallel.reduce import gather_objects, send_object
+from vapo_megatron.parallel.route_exchange import exchange_routes
 from vapo_megatron.parallel.worlds import Worlds
 from vapo_megatron.reward.own_metrics import Sums, sums_of
 from vapo_megatron.rollout.disaggregated.orders import Kind, Order, Orders
@@ -122,6 +123,7 @@ class Server:
             hidden_size=inputs.shape.hidden_size, seed=seed,
         )  # fmt: skip
         self._dp_size = parallel.data_parallel_size
+        self._shape = inputs.shape
         self.watchdog = Watchdog(
             timeouts, Path(logging.run_dir), worlds.rank, worlds.world_size,
             lambda: bool(pending_signal()), "rollout worker",
@@ -287,11 +289,15 @@ class Server:
         gather_objects(told, group)
         self._idle_seconds, self._spans = 0.0, []
         most = self._logging.rollout_groups * self._algorithm.group_size
-        send_object(scored[:most], self._worlds.num_trainers, 0, group)
+        shown = [item.without_routes() for item in scored[:most]]
+        send_object(shown, self._worlds.num_trainers, 0, group)
         summary = gather_summary(scored, self._algorithm.responses_per_step, group)
         plan = self._plan(summary.sequence_lengths, step=step)
         wanted = [plan.positions(dp_rank) for dp_rank in range(self._dp_size)]
         exchange(scored, summary, wanted, None, group)
+        if self._algorithm.router_replay == "r3":
+            sizes = self._shape.num_layers, self._shape.experts_per_token
+            exchange_routes(scored, summary, wanted, (), *sizes, None, group)
 
     def _evaluate(self, number: int, version: int) -> None:
         """Judge the held-out problems under a version, unless the trainers give it up."""

@@ -19,12 +19,14 @@ def engine_arguments(
     seed: int,
     offload: bool,
     on_cpu: bool,
+    returns_routes: bool = False,
 ) -> dict[str, Any]:
     """Return the arguments for those of RolloutEngine; of hf_path, vLLM reads only config.json.
 
     Args:
         max_model_len: longest prompt and response together, in tokens.
         on_cpu: vLLM's CPU build, which neither sleeps nor captures graphs.
+        returns_routes: see RolloutEngine.
     """
     arguments = {
         "model": hf_path,
@@ -59,6 +61,9 @@ def engine_arguments(
         # Others swap, pad or re-block the experts' weights after loading, which the weight sync
         # then could not write in place (vLLM's fused_moe/oracle/unquantized.py).
         arguments["moe_backend"] = "triton"
+    if returns_routes:
+        # Routes are kept beside cached keys and values.
+        arguments |= {"enable_return_routed_experts": True, "enable_prefix_caching": True}
     if not on_cpu and not environment.has_multicast():
         # See environment.WITHOUT_MULTICAST: the fusion would call FlashInfer's all-reduce again.
         arguments["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}

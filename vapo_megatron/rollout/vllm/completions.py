@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason
@@ -49,6 +50,19 @@ def sampled(completion: Any) -> tuple[array[int], array[float]]:
         f"log-probabilities of {flat.token_ids} for {completion.token_ids}"
     )
     return token_ids, array("f", flat.logprobs)
+
+
+def routes_of(completion: Any) -> np.ndarray | None:
+    """Return uint8 [tokens read, layers * experts per token]: the experts of each token.
+
+    Layer by layer, those without experts among them, of prompt and response but for its last token.
+    None: it was cut before its first token.
+    """
+    routes = completion.routed_experts
+    if routes is None and not completion.token_ids:
+        return None
+    assert routes is not None and routes.dtype == np.uint8, f"vLLM returned routes {routes}"
+    return np.ascontiguousarray(routes).reshape(len(routes), -1)
 
 
 def unfinished(engine: Any) -> dict[str, Any]:

@@ -33,8 +33,10 @@ from vapo_megatron.rollout.inputs import Inputs
 from vapo_megatron.rollout.requests import Request, SamplingSettings, Work, max_model_len
 from vapo_megatron.rollout.vllm.arguments import engine_arguments
 from vapo_megatron.rollout.vllm.interface import (
+    BUILT_FOR_ROUTES,
     FINALIZER,
     MODEL,
+    ROUTES,
     check_built,
     check_imports,
     reach,
@@ -59,7 +61,7 @@ with warnings.catch_warnings():
     from vllm import LLM
     from vllm.platforms import current_platform
 
-    from vapo_megatron.rollout.vllm.completions import request, sampled
+    from vapo_megatron.rollout.vllm.completions import request, routes_of, sampled
     from vapo_megatron.rollout.vllm.process import (
         adapt_vllm,
         name_run,
@@ -85,6 +87,7 @@ class RolloutEngine:
         dtype: str,
         seed: int,
         offload: bool,
+        returns_routes: bool = False,
     ) -> None:
         """Build the engine with dummy weights, to be replaced before `run`. Collective.
 
@@ -95,6 +98,8 @@ class RolloutEngine:
             dtype: of the weights.
             seed: of the run; the responses' seeds depend on it.
             offload: the engine will be put to sleep.
+            returns_routes: responses that are sampled for training come with Rollout.routes, on the
+                first rank of a replica.
 
         Raises:
             ConfigError: the lengths exceed the model's, or vLLM refuses the model.
@@ -114,12 +119,19 @@ class RolloutEngine:
             seed=seed,
             offload=offload,
             on_cpu=current_platform.is_cpu(),
+            returns_routes=returns_routes,
         )
         check_sampled(hf_path, inputs.shape)
         self.policy_version: int | None = None
         """Version of the engine's weights; None: there are none to sample from."""
         run_name = name_run()
         adapt_vllm(rank, run_name)
+        if returns_routes:
+            check_imports(ROUTES)
+            # Imported here: other runs do not need its names of vLLM.
+            from vapo_megatron.rollout.vllm.returned_routes import allow_on_cpu, collect
+
+            allow_on_cpu()
         with process_state_kept(), random_state_kept(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
@@ -130,6 +142,10 @@ class RolloutEngine:
                     f"{' '.join(str(error).split())}"
                 ) from error
         check_built(self._llm)
+        if returns_routes:
+            check_built(self._llm, BUILT_FOR_ROUTES)
+            collect(self._llm)
+        self._returns_routes = returns_routes and self.keeps_rollouts
         # At interpreter exit the process groups that it destroys may already be gone.
         reach(self._llm, FINALIZER).atexit = False
         unlink_shared_memory(run_name, self.replica * tp_size, tp_size)
@@ -219,6 +235,7 @@ class RolloutEngine:
                 sampled is dropped.
         """
         self._prepare(sampling, policy_version)
+        with_routes = self._returns_routes and sampling.seed_role == "train"
         held: dict[int, Rollout] = {}
 
         def asked(requests: Iterable[Request]) -> list[Asked]:
@@ -235,7 +252,7 @@ class RolloutEngine:
             started = held.pop(seed)
             # Any other reason: vLLM aborted it.
             if completion.finish_reason in ("length", "stop"):
-                work.ended(self._ended(started, completion))
+                work.ended(self._ended(started, completion, with_routes=with_routes))
 
         with random_state_kept():
             again = work.waiting
@@ -245,9 +262,12 @@ class RolloutEngine:
                 has_time, work.is_enough, *waits, at_once=self.at_once, expected=work.expected,
             )  # fmt: skip
         return [
-            held[seed].extended(*sampled(completion), policy_version, truncated=False)
+            held[seed].extended(
+                *sampled(completion), policy_version, truncated=False,
+                routes=routes_of(completion) if with_routes else None,
+            )
             for seed, completion in interrupted.items()
-        ]
+        ]  # fmt: skip
 
     def count(self, key: str, number: int) -> int:
         """Add to a number that all replicas share, once for this one; return the sum."""
@@ -290,7 +310,7 @@ class RolloutEngine:
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM's prefix cache is in use between two calls of run")
 
-    def _ended(self, started: Rollout, completion: Any) -> Rollout:
+    def _ended(self, started: Rollout, completion: Any, *, with_routes: bool) -> Rollout:
         """Return a response that vLLM has finished, from what there was of it before."""
         token_ids, logprobs = sampled(completion)
         truncated = not token_ids or token_ids[-1] not in self.stop_token_ids
@@ -298,4 +318,7 @@ class RolloutEngine:
             f"a response ending in {token_ids[-1]} finished with {completion.finish_reason}"
         )
         assert self.policy_version is not None
-        return started.extended(token_ids, logprobs, self.policy_version, truncated=truncated)
+        routes = routes_of(completion) if with_routes else None
+        return started.extended(
+            token_ids, logprobs, self.policy_version, truncated=truncated, routes=routes
+        )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import typing
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from vapo_megatron.errors import ConfigError
@@ -18,7 +19,8 @@ from vapo_megatron.errors import ConfigError
 SUPPORTED = ">=0.31,<0.33"
 """The versions that setup.py's extra `gpu` allows: those with every name of the table."""
 
-MODEL = "llm_engine.model_executor.driver_worker.worker.model_runner.model"
+RUNNER = "llm_engine.model_executor.driver_worker.worker.model_runner"
+MODEL = f"{RUNNER}.model"
 """From an LLM to the module whose parameters are updated in place."""
 FINALIZER = "llm_engine.engine_core._finalizer"
 BUILT = (
@@ -28,6 +30,12 @@ BUILT = (
     "llm_engine.model_executor.driver_worker.worker.wake_up",
 )
 """What a built engine must have."""
+SCHEDULER_ROUTES = "llm_engine.engine_core.engine_core.scheduler.aux_output_connector"
+BUILT_FOR_ROUTES = (
+    f"{SCHEDULER_ROUTES}.take_output",
+    *(f"{RUNNER}.{name}" for name in ("vllm_config", "kv_cache_config")),
+)
+"""The same with algorithm.router_replay=r3."""
 
 
 class Used(NamedTuple):
@@ -58,6 +66,7 @@ _LINEAR = "vllm.model_executor.layers.linear"
 _VOCABULARY = "vllm.model_executor.layers.vocab_parallel_embedding"
 _FAMILIES = ("llama:Llama", "qwen2:Qwen2", "qwen3:Qwen3", "qwen3_moe:Qwen3Moe")
 _CPU_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts"
+_CONNECTOR = "vllm.distributed.aux_output_connector"
 
 TABLE = (
     # The engine: what is passed to it, called on it, and read from what it returns.
@@ -234,9 +243,57 @@ TABLE = (
     ),
 )  # fmt: skip
 
+ROUTES = (
+    Used(
+        "vllm.engine.arg_utils:EngineArgs",
+        takes=("enable_return_routed_experts", "enable_prefix_caching"),
+    ),
+    Used("vllm.outputs:CompletionOutput", takes=("routed_experts",)),
+    _source("vllm.v1.core.sched.scheduler:Scheduler.aux_output_connector"),
+    _source("vllm.v1.engine.core:EngineCore.scheduler"),
+    _source("vllm.v1.engine.core_client:InprocClient.engine_core"),
+    Used(
+        f"{_CONNECTOR}.connector:AuxOutputSchedulerConnector.take_output",
+        takes=("request", "output"),
+        used_in=("vllm.v1.core.sched.scheduler:Scheduler.update_from_output",),
+    ),
+    Used(f"{_PARALLEL}:GroupCoordinator.is_first_rank"),
+    _source(f"{_V2}:GPUModelRunner.aux_output_connector", device="gpu"),
+    # What the runner for GPUs calls by itself.
+    Used(
+        "vllm.config:VllmConfig._verify_aux_output_compatibility",
+        used_in=("vllm.config:VllmConfig.__post_init__",),
+        device="cpu",
+    ),
+    Used(
+        f"{_CONNECTOR}.worker:AuxOutputWorkerConnector",
+        takes=("vllm_config", "model", "kv_cache_config"),
+    ),
+    Used(f"{_CONNECTOR}.worker:AuxOutputWorkerConnector.begin_step", takes=("metadata",)),
+    Used(f"{_CONNECTOR}.worker:AuxOutputWorkerConnector.prepare_output", takes=("input_batch",)),
+    Used(
+        f"{_CONNECTOR}.worker:PendingAuxOutput.enqueue_cpu_copy",
+        takes=("num_sampled", "num_rejected"),
+    ),
+    Used(f"{_CONNECTOR}.worker:PendingAuxOutput.process_output"),
+    _source("vllm.v1.core.sched.output:SchedulerOutput.aux_output_connector_metadata"),
+    _source("vllm.v1.core.sched.output:SchedulerOutput.num_scheduled_tokens"),
+    _source("vllm.v1.outputs:ModelRunnerOutput.aux_output_connector_output"),
+    _source("vllm.v1.outputs:ModelRunnerOutput.req_id_to_index"),
+    _source("vllm.v1.outputs:ModelRunnerOutput.sampled_token_ids"),
+    _source(f"{_V1}:GPUModelRunner.execute_model", takes=("scheduler_output",), device="cpu"),
+    _source(f"{_V1}:GPUModelRunner.sample_tokens", takes=("grammar_output",), device="cpu"),
+    _source(f"{_V1}:GPUModelRunner.input_batch", device="cpu"),
+    _source(f"{_V1}:GPUModelRunner.vllm_config", device="cpu"),
+    _source(f"{_V1}:GPUModelRunner.kv_cache_config", device="cpu"),
+    _source("vllm.v1.worker.gpu_input_batch:InputBatch.req_ids", device="cpu"),
+    _source("vllm.v1.worker.gpu_input_batch:InputBatch.num_computed_tokens_cpu", device="cpu"),
+)
+"""The same, where completions come with the experts of their tokens (algorithm.router_replay)."""
 
-def check_imports() -> None:
-    """Import what the table names and look at it.
+
+def check_imports(table: Sequence[Used] = TABLE) -> None:
+    """Import what a table names and look at it.
 
     Raises:
         ConfigError: names what the installed vLLM lacks.
@@ -244,7 +301,7 @@ def check_imports() -> None:
     from vllm.platforms import current_platform
 
     device = "cpu" if current_platform.is_cpu() else "gpu"
-    for row in TABLE:
+    for row in table:
         if row.seen == "on import" and row.device in ("any", device):
             found = _find(row.name)
             for name in row.takes:
@@ -258,13 +315,13 @@ def check_imports() -> None:
                     raise _lacks(f"{row.name} in {place}")
 
 
-def check_built(llm: Any) -> None:
+def check_built(llm: Any, paths: Sequence[str] = BUILT) -> None:
     """Walk the attributes of a new engine that are used later.
 
     Raises:
         ConfigError: names the attribute that the installed vLLM lacks.
     """
-    for path in BUILT:
+    for path in paths:
         reach(llm, path)
 
 

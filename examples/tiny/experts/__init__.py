@@ -1,0 +1,1 @@
+"""The tiny task with a mixture of experts, beside the dense model."""
