@@ -432,6 +432,8 @@ algorithm.router_replay=r3  algorithm.policy_loss=none
     algorithm.router_replay=r3 replays the pass that | algorithm.policy_loss=none
 rollout.vllm_args={"enable_return_routed_experts":true}
     enable_return_routed_experts=True is set by the trainer | use algorithm.router_replay
+algorithm.router_replay=r3  rollout.vllm_args={"enable_prefix_caching":false}
+    enable_prefix_caching must be on with algorithm.router_replay=r3 | remove it, or
 rollout.compare_routes_every=-1
     rollout.compare_routes_every
 rollout.vllm_args={"moe_backend":"flashinfer_cutlass"}

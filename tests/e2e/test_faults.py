@@ -1,8 +1,8 @@
 """Whole runs under torchrun, with vLLM and verifiers: signalled, without a rank, without room.
 
-Colocated on two tensor-parallel ranks; one step off, where rank 0 trains and rank 1 samples; and so
-with groups that go on over several steps. Seeded moments all over a run are tests/run_faults.sh's.
-Not exercised: several nodes.
+Colocated on two tensor-parallel ranks, with experts, which these share, and without; one step off,
+where rank 0 trains and rank 1 samples; and so with groups that go on over several steps. Seeded
+moments all over a run are tests/run_faults.sh's. Not exercised: several nodes.
 """
 
 import errno
@@ -36,8 +36,13 @@ APART = [
     "parallel.world_size=1", "parallel.tensor_model_parallel_size=1",
     "parallel.sequence_parallel=false",
 ]  # fmt: skip
+EXPERTS = [
+    "parallel.sequence_parallel=true", "parallel.expert_model_parallel_size=2",
+    "algorithm.router_replay=r3",
+]  # fmt: skip
 PLACEMENTS = {
     "colocated": [],
+    "experts": EXPERTS,
     "one step off": APART,
     "carried over": [*APART, "rollout.carry_over_groups=2", "rollout.max_lag=2"],
 }
@@ -54,8 +59,9 @@ def given(placement, tmp_path_factory):
     out = tmp_path_factory.mktemp("given")
     sizes = ("--train", "200", "--test", "24", "--seed", "0")
     run([environment()["VAPO_PYTHON"], "examples/tiny/task.py", "--out", out / "data", *sizes])
+    model = base_model(out / "base", 30, experts=8 if placement == "experts" else 0)
     return [
-        *SMALL, *ON_TWO, base_model(out / "base", 30), f"data.train_path={out}/data/train.jsonl",
+        *SMALL, *ON_TWO, model, f"data.train_path={out}/data/train.jsonl",
         f"evaluation.path={out}/data/test.jsonl", "checkpoint.every_steps=1",
         *PLACEMENTS[placement],
     ]  # fmt: skip
@@ -98,7 +104,7 @@ def test_torchrun_starts_a_run_anew_whose_rank_was_killed(
     started = Started([*anew, "--max-restarts=2", *command(given, cut)], tmp_path / "log", cut)
     faults = []
     # Apart, once what samples and once what trains.
-    for enough, rank in zip((2, 4), (1, 1) if placement == "colocated" else (1, 0)):
+    for enough, rank in zip((2, 4), (1, 1) if placement in ("colocated", "experts") else (1, 0)):
         started.wait_for(lambda enough=enough: started.rows() >= enough)
         os.kill(started.ranks()[rank], signal.SIGKILL)
         name = f"{placement}: rank {rank} killed, torchrun starts all anew"
@@ -165,7 +171,7 @@ def test_a_recipe_told_to_stop_ends_well_and_goes_on(placement, given, injected,
     The next one is signalled while it starts. Apart, there has to be time for what is sampled: a
     checkpoint needs it.
     """
-    run_dir, grace = tmp_path / "run", 0 if placement == "colocated" else 25
+    run_dir, grace = tmp_path / "run", 0 if placement in ("colocated", "experts") else 25
     more = ["checkpoint.every_steps=0", f"logging.run_dir={run_dir}"]
 
     def start(grace=0):

@@ -88,18 +88,18 @@ def rows(run_dir):
     ]
 
 
-def make_base(out, iterations):
+def make_base(out, iterations, experts=0):
     """A base model of so many iterations."""
     sys.path.insert(0, "examples/tiny")
     import make_base_model
 
-    make_base_model.make(out, make_base_model.Recipe(iterations=iterations))
+    make_base_model.make(out, make_base_model.Recipe(iterations=iterations, experts=experts))
     return 0
 
 
-def base_model(out, iterations):
+def base_model(out, iterations, experts=0):
     """Make a base model; the override that names it."""
-    ended(Launched(make_base, out, iterations))
+    ended(Launched(make_base, out, iterations, experts))
     return f"model.hf_path={out}"
 
 

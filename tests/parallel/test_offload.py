@@ -66,11 +66,21 @@ MATRICES = [
         for dtype, method in (("bfloat16", "dion"), ("bfloat16", "muon"))
     ),
 ]
+EXPERTS = {
+    "DP2 EP2": Layout(dp=2, ep=2, split=HALVES),
+    "TP2 SP EP2, distributed": Layout(tp=2, sp=True, ep=2, distributed=True, split=BOTH),
+}
 
 
 @pytest.fixture(scope="module")
 def hf_path(tmp_path_factory):
     return str(write_tiny_hf(tmp_path_factory.mktemp("tiny"), hidden=32, ffn=48, vocab=60))
+
+
+@pytest.fixture(scope="module")
+def experts_path(tmp_path_factory):
+    sizes = {"hidden": 32, "ffn": 48, "vocab": 60}
+    return str(write_tiny_hf(tmp_path_factory.mktemp("mixture"), family="qwen3_moe", **sizes))
 
 
 def _bits(model):
@@ -139,6 +149,10 @@ def _both(hf_path, layout, dtype, method="adamw"):
         with model.placed.held(part):
             storages = find_storages(model.placed._chunks, model.placed._optimizer)
             sizes[part] = [sum(s.nbytes() for s in some) for some in storages]
+            if part == "nothing":
+                for chunk in model.placed._chunks:
+                    for tensor in (t for p in chunk.parameters() for t in (p, p.main_grad)):
+                        assert tensor.untyped_storage().nbytes() == 0
             if part == "training":
                 assert not any(p.main_grad.any() for p in model.placed.chunks[0].parameters())
     model.placed.close()
@@ -155,8 +169,13 @@ def test_nor_with_owners_of_matrices(hf_path, workers, name, dtype, method):
     _require_both(workers, hf_path, name, dtype, method)
 
 
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_come_and_go_too(experts_path, workers, name):
+    _require_both(workers, experts_path, name, "bfloat16", "adamw")
+
+
 def _require_both(workers, hf_path, name, dtype, method):
-    layout = LAYOUTS[name]
+    layout = {**LAYOUTS, **EXPERTS}[name]
     for sizes, num_bytes in workers.run(layout.world_size, _both, hf_path, layout, dtype, method):
         parameters, state, gradients = sizes["training"]
         assert min(parameters, state, gradients) > 0

@@ -46,6 +46,7 @@ class Layout(NamedTuple):
     distributed: bool = False
     overlap: bool = False
     recompute: str = "none"
+    ep: int = 1
     split: tuple = ((ALL,),)
     """[data-parallel rank][microbatch][response]"""
 

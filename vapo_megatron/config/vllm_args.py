@@ -65,6 +65,13 @@ def vllm_args_rule(c: VapoConfig) -> str | None:
             return f"{given} is set by the trainer; use {FIELDS[name]}, and remove it"
         if name in KEPT:
             return f"{given} must not be set: {KEPT[name]}; remove it"
+    if c.algorithm.router_replay == "r3":
+        if c.rollout.vllm_args.get("enable_prefix_caching") is False:
+            return (
+                "rollout.vllm_args: enable_prefix_caching must be on with algorithm.router_replay="
+                "r3, found false: vLLM keeps routes beside cached keys and values; remove it, or "
+                "set router_replay to r2 or off"
+            )
     speculative = c.rollout.vllm_args.get("speculative_config")
     if isinstance(speculative, dict) and speculative.get("method") != "ngram":
         return (

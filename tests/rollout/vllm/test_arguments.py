@@ -39,6 +39,15 @@ def test_settings_win(on_cpu):
     assert found["enforce_eager"] is not on_cpu
 
 
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_routes_are_asked_for_only_where_they_are_replayed(on_cpu):
+    given = dict(dtype="bfloat16", seed=0, offload=False, on_cpu=on_cpu)
+    plain = engine_arguments("model", RolloutConfig(), 100, **given)
+    found = engine_arguments("model", RolloutConfig(), 100, **given, returns_routes=True)
+    more = {"enable_return_routed_experts": True, "enable_prefix_caching": True}
+    assert not plain.keys() & more.keys() and found == {**plain, **more}
+
+
 NO_FUSION = {"pass_config": {"fuse_allreduce_rms": False}}
 
 

@@ -2,11 +2,13 @@
 
 from array import array
 
+import numpy as np
 import pytest
+from vllm.outputs import CompletionOutput
 
 from vapo_megatron.data.rollout import Prompt, Rollout
 from vapo_megatron.rollout.requests import Request, SamplingSettings, continued_seed
-from vapo_megatron.rollout.vllm.completions import request
+from vapo_megatron.rollout.vllm.completions import request, routes_of
 
 SAMPLING = SamplingSettings(1.0, 1.0, -1, 20, "rollout")
 SEED = 11
@@ -31,3 +33,17 @@ def test_each_turn_has_random_numbers_of_its_own():
 @pytest.mark.parametrize(("most", "left"), [(None, 15), (4, 4), (18, 15)])
 def test_inserted_tokens_count_towards_the_longest_response(most, left):
     assert asked(3, ((3, array("i", [7, 8])),), most).max_tokens == left
+
+
+def completion(token_ids, routes):
+    return CompletionOutput(0, "", token_ids, None, None, routed_experts=routes)
+
+
+def test_routes_are_a_row_of_all_layers_for_each_token_that_was_read():
+    routes = np.arange(5 * 3 * 2, dtype=np.uint8).reshape(5, 3, 2)
+    found = routes_of(completion([7, 8], routes))
+    assert found.shape == (5, 6) and found[1].tolist() == [6, 7, 8, 9, 10, 11]
+    assert routes_of(completion([], None)) is None, "cut before its first token"
+    for wrong in (None, routes.astype(np.uint16)):
+        with pytest.raises(AssertionError, match="vLLM returned routes"):
+            routes_of(completion([7, 8], wrong))

@@ -1,5 +1,9 @@
 """Converting a checkpoint of Qwen2.5-32B's shape, cut to two layers (5.1 GB): memory and speed.
 
+And of Qwen3-235B-A22B's, whose memory has two parts: a block of rows at a time, which is as large
+in one layer (7.5 GB) as in all, and what is known of each of its 36,000 tensors, which is as much
+in narrow layers.
+
     bash tests/run.sh tests/weights/convert/test_streams.py -m slow -s
 
 prints seconds, cp's seconds for the same bytes on the same disk, their ratio, and the peak of
@@ -34,14 +38,30 @@ ROOT = Path(__file__).resolve().parents[3]
 MAX_MEGABYTES, MIN_RATIO = 2500, 0.4
 
 
-def write_large(directory: Path) -> None:
+QWEN2_5 = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "torch_dtype": "bfloat16",
+    "hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 2,
+    "num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 152064,
+    "hidden_act": "silu", "tie_word_embeddings": False,
+}  # fmt: skip
+QWEN3_235B = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "torch_dtype": "bfloat16",
+    "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 94,
+    "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
+    "hidden_act": "silu", "tie_word_embeddings": False, "num_experts": 128,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 1536, "norm_topk_prob": True,
+}  # fmt: skip
+PARTS = {
+    "one layer": {"num_hidden_layers": 1},
+    "narrow layers": {
+        "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "head_dim": 16,
+        "vocab_size": 512, "moe_intermediate_size": 16,
+    },
+}  # fmt: skip
+
+
+def write_large(directory: Path, config: dict) -> None:
     directory.mkdir()
-    config = {
-        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "torch_dtype": "bfloat16",
-        "hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 2,
-        "num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 152064,
-        "hidden_act": "silu", "tie_word_embeddings": False,
-    }  # fmt: skip
     (directory / "config.json").write_text(json.dumps(config))
     names = hf_tensors(read_model_shape(directory), "actor")
     plans = [TensorPlan(name, size, torch.bfloat16) for name, size in names.items()]
@@ -78,7 +98,7 @@ def timed(*command: str | Path) -> tuple[float, float, float]:
 
 def test_memory_and_speed(tmp_path):
     hf, megatron, back = tmp_path / "hf", tmp_path / "megatron", tmp_path / "back"
-    write_large(hf)
+    write_large(hf, QWEN2_5)
     size = sum(f.stat().st_size for f in hf.iterdir())
     assert size >= 4e9
     forth = ["tools/convert_hf_to_megatron.py", "--hf", hf, "--out", megatron]
@@ -109,11 +129,42 @@ def test_memory_and_speed(tmp_path):
             f"{[round(c[1], 1) for c in conversions]}"
         )
         assert max(c[2] for c in conversions) < MAX_MEGABYTES
-    first, second = HfReader(hf), HfReader(back)
+    assert_equal(hf, back)
+    assert min(ratios) >= MIN_RATIO
+
+
+def assert_equal(one: Path, other: Path) -> None:
+    first, second = HfReader(one), HfReader(other)
     assert first.names() and set(first.names()) == set(second.names())
     for name in first.names():
         for start in range(0, first.shape(name)[0], 4096):
             stop = min(start + 4096, first.shape(name)[0])
-            one, other = (r.read(name, 0, start, stop) for r in (first, second))
-            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), name
-    assert min(ratios) >= MIN_RATIO
+            parts = [r.read(name, 0, start, stop).view(torch.uint8) for r in (first, second)]
+            assert torch.equal(*parts), name
+
+
+def test_memory_of_a_mixture(tmp_path):
+    peaks = {}
+    *_, peaks["nothing"] = timed(sys.executable, "tools/convert_hf_to_megatron.py", "--help")
+    for part, changes in PARTS.items():
+        hf, megatron, back = (tmp_path / part / name for name in ("hf", "megatron", "back"))
+        hf.parent.mkdir()
+        write_large(hf, {**QWEN3_235B, **changes})
+        for name, command in {
+            "forth": [
+                "tools/convert_hf_to_megatron.py", "--hf", hf, "--out", megatron,
+                "--expert-model-parallel-size", 8, "--tensor-model-parallel-size", 4,
+            ],
+            "back": ["tools/convert_megatron_to_hf.py", "--megatron", megatron, "--out", back],
+        }.items():  # fmt: skip
+            seconds, _, peak = timed(sys.executable, *command)
+            size = sum(file.stat().st_size for file in hf.iterdir())
+            peaks[part, name] = peak
+            print(f"\n{part}, {name}: {size / 1e9:.2f} GB in {seconds:.0f} s, peak {peak:,.0f} MB")
+        assert_equal(hf, back)
+        shutil.rmtree(hf.parent)
+    for name in ("forth", "back"):
+        # Of the whole: what a layer needs, and what all tensors need beside what each process does.
+        whole = sum(peaks[part, name] for part in PARTS) - peaks["nothing"]
+        print(f"all of it, {name}: {whole:,.0f} MB")
+        assert whole < MAX_MEGABYTES
