@@ -72,7 +72,13 @@ def test_columns_by_hand():
     found = {name: cell(runs, "r3") for name, cell in main.COLUMNS.items()}
     assert found["accuracy before"] == "0.250" and found["in the end"] == "0.500"
     assert found["seconds a step"] == "2.0" and found["in updates"] == "2.00%"
-    assert found["with own routes"] == "-"
+    assert found["there with own routes"] == found["in compared steps"] == "-"
+    for row, own in ((rows[1], None), (rows[2], 0.25)):
+        row |= {main.DIFFERENCE: 0.125 if own else 0.5} | ({main.OWN_ROUTES: own} if own else {})
+    cells = [main.COLUMNS[name](runs, "r3") for name in (
+        "log-probability difference", "in compared steps", "there with own routes",
+    )]  # fmt: skip
+    assert cells == ["3.12e-01", "1.25e-01", "2.50e-01"]
 
 
 def test_what_starts_the_runs_loads_no_torch():

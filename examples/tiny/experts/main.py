@@ -93,11 +93,18 @@ def plan(args: argparse.Namespace) -> command.Plan:
     return command.Plan(root, jobs, write, modules=("experts",))
 
 
-def median(name: str) -> tables.Measure:
-    """Return the median over the steps that have a metric; None: none has."""
+DIFFERENCE = "rollout/logprob_diff_mean"
+OWN_ROUTES = "rollout/logprob_diff_own_routes_mean"
+
+
+def median(name: str, where: str | None = None) -> tables.Measure:
+    """Return the median over the steps that have a metric; None: none has.
+
+    where: another metric, which they must have too.
+    """
 
     def read(rows: Rows) -> float | None:
-        found = [row[name] for row in rows if row.get(name) is not None]
+        found = [row[name] for row in rows if name in row and (where or name) in row]
         return statistics.median(found) if found else None
 
     return read
@@ -109,9 +116,11 @@ COLUMNS: dict[str, Cell] = {
     "each seed": tables.each(lambda rows: accuracies(rows)[-1][1]),
     "less the dense one": tables.difference(lambda rows: accuracies(rows)[-1][1]),
     "seconds a step": tables.mean(median("time/step_seconds"), ".1f"),
-    "log-probability difference": tables.mean(median("rollout/logprob_diff_mean"), ".2e"),
-    "with own routes": tables.mean(median("rollout/logprob_diff_own_routes_mean"), ".2e"),
+    "log-probability difference": tables.mean(median(DIFFERENCE), ".2e"),
+    "in compared steps": tables.mean(median(DIFFERENCE, OWN_ROUTES), ".2e"),
+    "there with own routes": tables.mean(median(OWN_ROUTES), ".2e"),
     "other routes, before updates": tables.mean(median("rollout/other_routes_fraction"), ".2%"),
     "in updates": tables.mean(median("actor/other_routes_fraction"), ".2%"),
 }
-"""Differences are of sampler and trainer, in nats; routes are of a token in a layer."""
+"""Differences are of sampler and trainer, in nats; routes are of a token in a layer. Compared is
+every tenth step (rollout.compare_routes_every), once more with the trainer's own routes."""
