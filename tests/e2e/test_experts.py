@@ -31,7 +31,11 @@ COMMON = [
     "rollout.verify_sync_every=1", "optimizer.actor_learning_rate=1e-2", "checkpoint.every_steps=2",
     "evaluation.every_steps=2",
 ]  # fmt: skip
-SAMPLERS = ["algorithm.router_replay=r3", "rollout.compare_routes_every=1"]
+# In float32 the sampler's routes are the trainer's own, and replaying them would show nothing.
+SAMPLERS = [
+    "algorithm.router_replay=r3", "rollout.compare_routes_every=1", "rollout.dtype=bfloat16",
+    "rollout.max_logprob_difference=null",
+]  # fmt: skip
 TOGETHER = ["rollout.tensor_model_parallel_size=2", "rollout.expert_parallel=true"]
 APART = [
     "rollout.placement=disaggregated", "rollout.num_processes=1", "rollout.lag=1",
@@ -138,10 +142,9 @@ def sampled(inputs, tmp_path_factory):
 def test_the_trainer_goes_where_the_sampler_went(sampled):
     for step in (2, 3, 4):
         row = sampled[1][step]
-        assert 0 < row["rollout/logprob_diff_max"] < 1e-4, "sampler and trainer"
-        # Nearly nothing in float32; what it is in bfloat16 is a question for a GPU.
-        assert 0 <= row["rollout/other_routes_fraction"] < 0.01
-        assert 0 < row["rollout/logprob_diff_own_routes_mean"] < 1e-3
+        assert 0 < row["rollout/other_routes_fraction"] < 0.1
+        difference = row["rollout/logprob_diff_mean"]
+        assert 0 < difference < row["rollout/logprob_diff_own_routes_mean"] < 0.05
         assert row["actor/first_ratio_diff_max"] < 1e-6, "the update and the pass before it"
         assert 0 < row["actor/other_routes_fraction"] < 0.9
 

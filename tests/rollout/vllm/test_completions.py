@@ -1,6 +1,7 @@
 """What vLLM is asked for a response that goes on. Real engines: test_turns.py, test_partial.py."""
 
 from array import array
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -47,3 +48,22 @@ def test_routes_are_a_row_of_all_layers_for_each_token_that_was_read():
     for wrong in (None, routes.astype(np.uint16)):
         with pytest.raises(AssertionError, match="vLLM returned routes"):
             routes_of(completion([7, 8], wrong))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_gpus_runner_is_left_alone(monkeypatch, is_first):
+    """It calls the connector itself; on a replica's other ranks the scheduler asks for nothing."""
+    from vapo_megatron.rollout.vllm import returned_routes
+
+    platform = SimpleNamespace(is_cpu=lambda: False)
+    monkeypatch.setattr(returned_routes, "current_platform", platform)
+    group = SimpleNamespace(is_first_rank=is_first)
+    monkeypatch.setattr(returned_routes, "get_tp_group", lambda: group)
+    connector = SimpleNamespace(take_output=lambda request, output: "rows")
+    found = SimpleNamespace(scheduler=SimpleNamespace(aux_output_connector=connector))
+    engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=found))
+    before = returned_routes.vllm.config.VllmConfig._verify_aux_output_compatibility
+    returned_routes.allow_on_cpu()
+    returned_routes.collect(SimpleNamespace(llm_engine=engine))
+    assert connector.take_output("request", None) == ("rows" if is_first else None)
+    assert returned_routes.vllm.config.VllmConfig._verify_aux_output_compatibility is before
