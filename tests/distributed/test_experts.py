@@ -4,6 +4,8 @@ The reference and what is compared are those of test_matrix.py. In it no token's
 is close to a tie (conftest.py), so every layout must choose the same.
 """
 
+import itertools
+
 import pytest
 import torch
 
@@ -21,9 +23,9 @@ LAYOUTS = (
     ("critic", Layout(tp=2, sp=True, ep=2)),
     ("critic", Layout(cp=2, ep=2, **_DISTRIBUTED, budget=SMALL)),
     ("critic", Layout(pp=2, vpp=2, dp=2, ep=2, **_DISTRIBUTED)),
-    ("actor", Layout(dp=2, ep=2, recompute="full", budget=SMALL)),
 )
 MORE = (
+    ("actor", Layout(dp=2, ep=2, recompute="full", budget=SMALL)),
     ("critic", Layout(dp=4, ep=2, **_DISTRIBUTED)),
     ("actor", Layout(tp=2, sp=True, dp=2, ep=4, overlap=True)),
     ("actor", Layout(pp=2, dp=2, ep=2, budget=SMALL)),
@@ -159,10 +161,15 @@ def turned_round(references, tmp_path_factory):
     return path, str(file), problem
 
 
-@pytest.mark.parametrize("replay", ["r2", "r3"])
 @pytest.mark.parametrize(
-    "layout", [*REPLAYED, *_slow((one,) for one in MORE_REPLAYED)], ids=name
-)  # fmt: skip
+    ("layout", "replay"),
+    [
+        *zip(REPLAYED, ("r3", "r2"), strict=True),
+        *_slow(zip(REPLAYED, ("r2", "r3"), strict=True)),
+        *_slow(itertools.product(MORE_REPLAYED, ("r2", "r3"))),
+    ],
+    ids=_named,
+)
 def test_routes_are_replayed_where_their_tokens_are(workers, turned_round, layout, replay):
     arguments = (*turned_round, layout, replay)
     found = workers.run(layout.world_size, replayed, *arguments)

@@ -93,6 +93,7 @@ RUNS = (
     Run("vapo evaluate --checkpoint models/base", by="tests/e2e/test_trajectories.py"),
     Run("bash examples/run_turns_tiny.sh", by="tests/examples/test_turns.py"),
     Run("bash examples/run_guess_tiny.sh", by="tests/examples/test_guess.py"),
+    Run("bash examples/run_experts_tiny.sh", by="tests/examples/test_experts.py"),
     Run("bash examples/run_swirl_tiny.sh", by="tests/examples/test_swirl.py"),
     Run("bash examples/run_revision_tiny.sh", by="tests/examples/test_second_thoughts.py"),
     Run("bash examples/run_reflection_tiny.sh", by="tests/examples/test_second_thoughts.py"),

@@ -21,6 +21,7 @@ from vllm.tokenizers import get_tokenizer
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
 sys.path.insert(0, str(TINY))
 
+import architecture  # noqa: E402
 import make_base_model  # noqa: E402
 import make_tokenizer  # noqa: E402
 import making  # noqa: E402
@@ -554,7 +555,7 @@ def test_sampler_agrees_with_transformers(base, monkeypatch):
 
 def test_sampler_stops_each_response_by_itself():
     config = make_base_model.Recipe(seed=4)
-    model = making.build_model(config, vocab_size=42, stop_token_id=1).eval()
+    model = architecture.build_model(config, vocab_size=42, stop_token_id=1).eval()
     # Even prompts: a model of random weights stops at random times.
     responses = sampling.sample(
         model, [[5, 6], [7, 8, 9]] * 50, stop_token_id=1, seed=0, max_tokens=208

@@ -29,8 +29,8 @@ def test_a_token_has_as_much_of_the_mixture_as_of_the_dense_network():
     assert own.experts.down_proj.shape[0] == 8 and own.gate.weight.shape[0] == 8
     # Each expert's matrices begin as a network of their width would.
     half = mixture.config.hidden_size**-0.5
-    assert own.experts.gate_up_proj.std() == pytest.approx(half, rel=0.05)
-    assert own.experts.down_proj.std() == pytest.approx((width / 2) ** -0.5 / 2, rel=0.05)
+    assert own.experts.gate_up_proj.std().item() == pytest.approx(half, rel=0.05)
+    assert own.experts.down_proj.std().item() == pytest.approx((width / 2) ** -0.5 / 2, rel=0.05)
     again = architecture.build_model(recipe(experts=8), 40, 2)
     pairs = zip(mixture.parameters(), again.parameters(), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)

@@ -45,6 +45,12 @@ def _to_episode(part: np.ndarray) -> Episode | None:
     return Episode(CUTS[cut], bool(failed), failed_calls=failed_calls)
 
 
+def _to_routes(parts: list[np.ndarray], per_token: np.ndarray | None) -> list[np.ndarray | None]:
+    if per_token is None:
+        return [None] * len(parts)
+    return [part.reshape(-1, int(per_token[0])) if len(part) else None for part in parts]
+
+
 OF_PROMPT: dict[str, tuple[type, Callable[[Prompt], Any]]] = {
     "prompt_tokens": (np.int32, lambda p: p.token_ids),
     "prompt_text": (np.uint8, lambda p: _to_bytes(p.text)),
@@ -144,7 +150,6 @@ def unpack(arrays: Mapping[str, np.ndarray]) -> list[ScoredRollout]:
         [name or None for name in texts("source")],
         [tuple(part.tolist()) or None for part in parts["critic_prompt_tokens"]],
     )
-    prompts = list(of_prompts)
     bounds = arrays["tokens_lengths"].cumsum()[:-1]
     columns = [dict[str, Any]() for _ in arrays["position"]]
     for name in SAMPLED:
@@ -152,12 +157,11 @@ def unpack(arrays: Mapping[str, np.ndarray]) -> list[ScoredRollout]:
             numbers = arrays[f"column_{name}"]
             for own, part in zip(columns, packed(numbers.dtype.char, np.split(numbers, bounds))):
                 own[name] = part
-    per_token = int(arrays.get("routes_per_token", np.zeros(1))[0])
     # One flat array of all tokens.
     inserted = iter(arrays.get("inserted_tokens", np.empty(0, np.int32)).tolist())
     rollouts = map(
         Rollout,
-        [prompts[number] for number in arrays["prompt"].tolist()],
+        map(list(of_prompts).__getitem__, arrays["prompt"].tolist()),
         arrays["sample"].tolist(),
         arrays["position"].tolist(),
         packed("i", parts["tokens"]),
@@ -172,7 +176,7 @@ def unpack(arrays: Mapping[str, np.ndarray]) -> list[ScoredRollout]:
         columns,
         [tuple(Turn(int(end), reward) for end, reward in some) for some in pairs("turns")],
         map(_to_episode, parts["episode"]),
-        [part.reshape(-1, per_token) if len(part) else None for part in parts["routes"]],
+        _to_routes(parts["routes"], arrays.get("routes_per_token")),
     )
 
     verdicts = zip(
