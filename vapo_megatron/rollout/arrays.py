@@ -150,18 +150,17 @@ def unpack(arrays: Mapping[str, np.ndarray]) -> list[ScoredRollout]:
         [name or None for name in texts("source")],
         [tuple(part.tolist()) or None for part in parts["critic_prompt_tokens"]],
     )
-    bounds = arrays["tokens_lengths"].cumsum()[:-1]
-    columns = [dict[str, Any]() for _ in arrays["position"]]
+    prompts, columns = list(of_prompts), [dict[str, Any]() for _ in arrays["position"]]
     for name in SAMPLED:
-        if f"column_{name}" in arrays:
-            numbers = arrays[f"column_{name}"]
-            for own, part in zip(columns, packed(numbers.dtype.char, np.split(numbers, bounds))):
+        if (numbers := arrays.get(f"column_{name}")) is not None:
+            of_responses = np.split(numbers, arrays["tokens_lengths"].cumsum()[:-1])
+            for own, part in zip(columns, packed(numbers.dtype.char, of_responses)):
                 own[name] = part
     # One flat array of all tokens.
     inserted = iter(arrays.get("inserted_tokens", np.empty(0, np.int32)).tolist())
     rollouts = map(
         Rollout,
-        map(list(of_prompts).__getitem__, arrays["prompt"].tolist()),
+        [prompts[number] for number in arrays["prompt"].tolist()],
         arrays["sample"].tolist(),
         arrays["position"].tolist(),
         packed("i", parts["tokens"]),
