@@ -126,25 +126,7 @@ class RolloutEngine:
         """Version of the engine's weights; None: there are none to sample from."""
         run_name = name_run()
         adapt_vllm(rank, run_name)
-        if returns_routes:
-            check_imports(ROUTES)
-            # Imported here: other runs do not need its names of vLLM.
-            from vapo_megatron.rollout.vllm.returned_routes import allow_on_cpu, collect
-
-            allow_on_cpu()
-        with process_state_kept(), random_state_kept(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                self._llm = LLM(**arguments)
-            except ValueError as error:
-                raise ConfigError(
-                    f"vLLM cannot serve model.hf_path={hf_path} with these rollout settings: "
-                    f"{' '.join(str(error).split())}"
-                ) from error
-        check_built(self._llm)
-        if returns_routes:
-            check_built(self._llm, BUILT_FOR_ROUTES)
-            collect(self._llm)
+        self._llm = _build(hf_path, arguments, returns_routes=returns_routes)
         self._returns_routes = returns_routes and self.keeps_rollouts
         # At interpreter exit the process groups that it destroys may already be gone.
         reach(self._llm, FINALIZER).atexit = False
@@ -322,3 +304,27 @@ class RolloutEngine:
         return started.extended(
             token_ids, logprobs, self.policy_version, truncated=truncated, routes=routes
         )
+
+
+def _build(hf_path: str, arguments: dict[str, Any], *, returns_routes: bool) -> LLM:
+    """Build vLLM's engine. Raises ConfigError: see RolloutEngine."""
+    if returns_routes:
+        check_imports(ROUTES)
+        # Imported here: other runs do not need its names of vLLM.
+        from vapo_megatron.rollout.vllm.returned_routes import allow_on_cpu, collect
+
+        allow_on_cpu()
+    with process_state_kept(), random_state_kept(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            llm = LLM(**arguments)
+        except ValueError as error:
+            raise ConfigError(
+                f"vLLM cannot serve model.hf_path={hf_path} with these rollout settings: "
+                f"{' '.join(str(error).split())}"
+            ) from error
+    check_built(llm)
+    if returns_routes:
+        check_built(llm, BUILT_FOR_ROUTES)
+        collect(llm)
+    return llm
