@@ -4,7 +4,7 @@ vLLM keeps a token's routes beside its keys and values, so that a cached prefix 
 returns those of all tokens of a request that were read: prompt and response but for the last one.
 Two things of it are mended here:
 
-- Its runner for a CPU does not call the connector that collects routes; `collect_on_cpu` does.
+- Its runner for a CPU does not call the connector that collects routes; `collect` does.
 - Of a replica's ranks only the first collects any, but each has a scheduler here, which would miss
   them.
 
