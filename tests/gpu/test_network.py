@@ -18,6 +18,7 @@ from tools.smoke.report import markdown
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_torchruns_processes_make_one_table(tmp_path):
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",

@@ -21,7 +21,10 @@ def model(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["two replicas", "TP 2"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(1, marks=pytest.mark.slow, id="two replicas"), pytest.param(2, id="TP 2")],
+)
 def found(request, vllm_workers, model, tmp_path_factory):
     """What each rank found."""
     tmp = tmp_path_factory.mktemp("run")
