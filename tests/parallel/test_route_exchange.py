@@ -21,6 +21,9 @@ LAYERS, PER_TOKEN = 5, 2
 STAGES = ([0, 3], [1, 2, 4])
 """Of two pipeline stages with interleaved chunks; they have different numbers of layers."""
 
+WITHOUT = 7
+"""A response that has none, as an episode that failed at once."""
+
 
 def route(position, token, layer, k):
     return (7 * position + 5 * token + 3 * layer + k) % 251
@@ -32,6 +35,7 @@ def with_routes(position):
     rows = len(item.rollout.sequence) - 1
     sizes = np.meshgrid(*map(range, (rows, LAYERS, PER_TOKEN)), indexing="ij")
     routes = route(position, *sizes).reshape(rows, -1).astype(np.uint8)
+    routes = None if position == WITHOUT else routes
     return dataclasses.replace(item, rollout=dataclasses.replace(item.rollout, routes=routes))
 
 
@@ -44,7 +48,7 @@ def run(dp_size, pp_size):
     local = [with_routes(p) for p in range(NUM) if (p * p + 1) % world == dist.get_rank()]
     summary = gather_summary(local, NUM)
     batch = exchange(local, summary, WANTED[dp_size], place)
-    routes = exchange_routes(local, summary, WANTED[dp_size], layers, LAYERS, PER_TOKEN, place)
+    routes = exchange_routes(local, summary, WANTED[dp_size], layers, PER_TOKEN, place)
     return place.dp_rank, layers, batch.tokens, routes
 
 
@@ -62,6 +66,8 @@ def test_each_rank_has_its_own(workers, dp_size, pp_size):
                     for t in range(rows - 1)
                 ]
                 expected.append([UNKNOWN_ROUTE] * PER_TOKEN)
+                if position == WITHOUT:
+                    expected = [[UNKNOWN_ROUTE] * PER_TOKEN] * rows
                 assert routes[own, first : first + rows].tolist() == expected
             first += rows
         assert first == len(tokens)

@@ -134,18 +134,6 @@ class Rollout:
             places[before:] += len(ids)
         return places
 
-    def all_routes(self, width: int) -> np.ndarray:
-        """Return uint8 [S, width]: its routes, and UNKNOWN_ROUTE where there are none.
-
-        width: layers * experts per token; an episode that failed at once has no routes to say it.
-        """
-        rows = len(self.prompt.token_ids) + len(self.token_ids) + self.num_inserted
-        found = np.full((rows, width), UNKNOWN_ROUTE, np.uint8)
-        if self.routes is not None:
-            assert self.routes.shape[1] == width, f"{self.routes.shape[1]} experts of a token"
-            found[: len(self.routes)] = self.routes
-        return found
-
     @property
     def is_paid(self) -> bool:
         """Episode.is_paid."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from vapo_megatron.data.batch import StepSummary
-from vapo_megatron.data.rollout import ScoredRollout
+from vapo_megatron.data.rollout import UNKNOWN_ROUTE, ScoredRollout
 from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.groups import Ranks
 
@@ -28,7 +28,6 @@ def exchange_routes(
     summary: StepSummary,
     wanted: Sequence[Sequence[int]],
     layers: Sequence[int],
-    num_layers: int,
     per_token: int,
     ranks: Ranks | None,
     group: ProcessGroup | None = None,
@@ -39,7 +38,6 @@ def exchange_routes(
         local, summary, wanted, ranks, group: as for exchange.
         layers: whose routers are on this rank, from 0, in the order of the result; none without
             ranks.
-        num_layers: of the model, those without experts among them.
         per_token: experts that a layer gives each token.
 
     Returns:
@@ -48,8 +46,7 @@ def exchange_routes(
     world = dist.get_world_size(group)
     told: list[tuple[int | None, list[int]]] = [(None, [])] * world
     dist.all_gather_object(told, (None if ranks is None else ranks.dp_rank, [*layers]), group)
-    width = num_layers * per_token
-    mine = {item.rollout.position: item.rollout.all_routes(width) for item in local}
+    mine = {item.rollout.position: item.rollout for item in local}
     outgoing = [
         [mine[p] for p in ([] if dp_rank is None else wanted[dp_rank]) if p in mine]
         for dp_rank, _ in told
@@ -61,19 +58,24 @@ def exchange_routes(
     index = _rows_in_order([p for part in arriving for p in part], own, lengths)
     found = torch.empty((len(layers), sum(rows), per_token), dtype=torch.uint8)
     for number in range(max(len(of_rank) for _, of_rank in told)):
-        pieces = [np.empty((0, per_token), np.uint8)]
-        sizes = []
-        for parts, (_, of_rank) in zip(outgoing, told, strict=True):
-            sent = parts if number < len(of_rank) else []
-            sizes.append(sum(map(len, sent)) * per_token)
-            if sent:
-                first = of_rank[number] * per_token
-                pieces += [part[:, first : first + per_token] for part in sent]
-        outbox = torch.from_numpy(np.concatenate(pieces).ravel()).to(backend.device())
+        # Of each rank, what it is sent and where the layer stands in it.
+        sent = [
+            (parts, of_rank[number] * per_token) if number < len(of_rank) else ([], 0)
+            for parts, (_, of_rank) in zip(outgoing, told, strict=True)
+        ]
+        sizes = [sum(lengths[r.position] for r in parts) * per_token for parts, _ in sent]
+        outbox = np.full((sum(sizes) // per_token, per_token), UNKNOWN_ROUTE, np.uint8)
+        row = 0
+        for rollout, column in ((r, column) for parts, column in sent for r in parts):
+            # An episode that failed at once has none; a last token is read by nobody.
+            if (routes := rollout.routes) is not None:
+                outbox[row : row + len(routes)] = routes[:, column : column + per_token]
+            row += lengths[rollout.position]
         is_here = number < len(layers)
         counts = [n * per_token * is_here for n in rows]
         inbox = torch.empty(sum(counts), dtype=torch.uint8, device=backend.device())
-        dist.all_to_all_single(inbox, outbox, counts, sizes, group=group)
+        outgoing_bytes = torch.from_numpy(outbox.ravel()).to(backend.device())
+        dist.all_to_all_single(inbox, outgoing_bytes, counts, sizes, group=group)
         if is_here:
             found[number] = inbox.view(-1, per_token).cpu()[index]
     return found

@@ -257,11 +257,11 @@ class StepTrainer(Built):
         microbatches: Sequence[Microbatch],
     ) -> None:
         """Send the sampler's routes to the ranks that train on the tokens, for all their passes."""
-        replay, shape = self.actor.replay, self.shape
+        replay = self.actor.replay
         assert replay is not None, "check_experts has refused models without experts"
         wanted = [plan.positions(dp_rank) for dp_rank in range(self.ranks.dp_size)]
         routes = exchange_routes(
-            scored, summary, wanted, replay.layers, shape.num_layers, shape.experts_per_token,
+            scored, summary, wanted, replay.layers, self.shape.experts_per_token,
             self.ranks, self.source.group,
         )  # fmt: skip
         parallel = self.config.parallel

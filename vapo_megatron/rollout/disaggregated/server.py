@@ -123,7 +123,7 @@ class Server:
             hidden_size=inputs.shape.hidden_size, seed=seed,
         )  # fmt: skip
         self._dp_size = parallel.data_parallel_size
-        self._shape = inputs.shape
+        self._experts_per_token = inputs.shape.experts_per_token
         self.watchdog = Watchdog(
             timeouts, Path(logging.run_dir), worlds.rank, worlds.world_size,
             lambda: bool(pending_signal()), "rollout worker",
@@ -296,8 +296,7 @@ class Server:
         wanted = [plan.positions(dp_rank) for dp_rank in range(self._dp_size)]
         exchange(scored, summary, wanted, None, group)
         if self._algorithm.router_replay == "r3":
-            sizes = self._shape.num_layers, self._shape.experts_per_token
-            exchange_routes(scored, summary, wanted, (), *sizes, None, group)
+            exchange_routes(scored, summary, wanted, (), self._experts_per_token, None, group)
 
     def _evaluate(self, number: int, version: int) -> None:
         """Judge the held-out problems under a version, unless the trainers give it up."""
