@@ -87,6 +87,6 @@ setup(
         "smollm": ["gguf==0.19.0", "accelerate==1.15.0"],
         # What examples/smollm/compare_trl.py measures beside.
         "trl": ["trl==1.16.0", "datasets==5.2.0", "accelerate==1.15.0"],
-        "dev": ["pytest", "pytest-timeout", "pytest-xdist", "ruff", "mypy"],
+        "dev": ["peft", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "mypy"],
     },
 )

@@ -600,7 +600,9 @@ def fields():
         if section is None:
             yield name, info
         else:
-            yield from ((f"{name}.{field}", inner) for field, inner in section.items())
+            for field, inner in section.items():
+                own = getattr(inner.annotation, "model_fields", {"": inner})
+                yield from ((f"{name}.{field}.{n}".rstrip("."), f) for n, f in own.items())
     for field, info in SourceConfig.model_fields.items():
         yield f"data.sources.NAME.{field}", info
 

@@ -37,7 +37,8 @@ class References:
 
         Variants: "tied" embeddings; "mha", as many key-value heads as heads; "bfloat16" weights;
         "other observations"; "experts", "some experts", in whose second layer there are none and
-        whose chosen weights do not add up to 1.
+        whose chosen weights do not add up to 1; "adapters" on all matrices, "some adapters" on
+        the queries, values and ups, "attention's adapters" in a mixture of experts.
         """
         key = f"{role}-{variant}"
         if key not in self._made:
@@ -48,7 +49,7 @@ class References:
         sizes = dict(hidden=64, heads=4, kv_heads=2, ffn=96, vocab=problem.VOCAB, num_layers=4)
         if variant == "mha":
             sizes["kv_heads"] = 4
-        if variant.endswith("experts"):
+        if variant.endswith("experts") or variant == "attention's adapters":
             sizes |= {"family": "qwen3_moe", "seed": 1}
         if variant == "some experts":
             sizes["config"] = {"mlp_only_layers": [1], "norm_topk_prob": False}
@@ -63,10 +64,12 @@ class References:
         if variant.endswith("experts"):
             # A tie would be decided by rounding: the reference has none, so routes must be equal.
             assert float64.routing_margin(path, given) > 2e-5
+        if variant.endswith("adapters"):
+            _write_adapters(path, _TARGETS[variant])
         margin = 0.1 if variant == "bfloat16" else 1e-3
         if role == "actor":
             with torch.no_grad():
-                logprobs, _ = float64.actor_outputs(float64.load_float64(path), given)
+                logprobs, _ = float64.actor_outputs(float64.load_policy(path), given)
             edges = (math.log(0.8), math.log(1.28))
             given = given._replace(old_logprobs=problem.near(logprobs, 0.25, edges, margin))
             given = given._replace(rollout_logprobs=problem.sampled(logprobs, given.old_logprobs))
@@ -81,6 +84,24 @@ class References:
         file = directory / "expected.pt"
         torch.save(expected, file)
         return path, str(file), given
+
+
+_TARGETS = {
+    "adapters": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    "some adapters": ["q_proj", "v_proj", "up_proj"],
+    "attention's adapters": ["q_proj", "k_proj", "v_proj", "o_proj"],
+}
+
+
+def _write_adapters(path: str, targets: list[str]) -> None:
+    """Save random adapters with peft, in the model's directory; B is not 0."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(2)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    settings = LoraConfig(r=4, lora_alpha=6, target_modules=targets, init_lora_weights=False)
+    get_peft_model(model, settings).save_pretrained(path + "/adapter")
 
 
 def _turn_faster(path: str) -> None:

@@ -8,6 +8,7 @@ the loops of tests/reference.py.
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -74,9 +75,23 @@ def actor_outputs(model: Any, problem: Problem) -> tuple[Tensor, Tensor]:
     return picked, -(logp.exp() * logp).sum(-1)
 
 
+def load_policy(directory: str) -> Any:
+    """load_float64, with the adapters in the directory, if there are any, by peft."""
+    model = load_float64(directory)
+    if not Path(directory, "adapter").exists():
+        return model
+    from peft import PeftModel
+
+    # It puts its layers into the model itself, and freezes all else.
+    PeftModel.from_pretrained(model, directory + "/adapter", is_trainable=True)
+    trained = _trained(model)
+    assert trained and all(".lora_" in n and p.dtype == torch.float64 for n, p in trained.items())
+    return model
+
+
 def actor_reference(directory: str, problem: Problem) -> Reference:
     """Everything that is compared of an actor."""
-    model = load_float64(directory)
+    model = load_policy(directory)
     logprobs, entropy = actor_outputs(model, problem)
     found = {}
     for name, settings in ACTOR_LOSSES.items():
@@ -85,7 +100,7 @@ def actor_reference(directory: str, problem: Problem) -> Reference:
         )
         gradients = _gradients([logprobs, entropy], [by_logprob, by_entropy], model)
         found[name] = Expected(loss, gradients)
-    parameters = by_hf_name(dict(model.named_parameters()))
+    parameters = by_hf_name(_trained(model))
     return _reference(torch.stack([logprobs, entropy], -1), found, parameters)
 
 
@@ -125,7 +140,7 @@ def replayed(directory: str, problem: Problem, loss: str) -> Replayed:
 
 def load_critic(directory: str) -> Any:
     """The same with the score head in the output projection's place."""
-    model = load_float64(directory)
+    model = load_policy(directory)
     weight = load_file(directory + "/model.safetensors")["score.weight"].double()
     model.lm_head = torch.nn.Linear(weight.shape[1], 1, bias=False, dtype=torch.float64)
     model.lm_head.weight.data = weight
@@ -147,7 +162,7 @@ def critic_reference(directory: str, problem: Problem) -> Reference:
         gradients = _gradients([values], [by_value], model)
         gradients["score.weight"] = gradients.pop("lm_head.weight")
         found[name] = Expected(loss, gradients)
-    parameters = by_hf_name(dict(model.named_parameters()))
+    parameters = by_hf_name(_trained(model))
     parameters["score.weight"] = parameters.pop("lm_head.weight")
     advantages = {unit: _advantages(values.tolist(), problem, unit) for unit in GAE}
     return _reference(values, found, parameters, advantages)
@@ -281,11 +296,20 @@ def critic_loss(
 def _gradients(
     outputs: list[Tensor], by_output: list[list[float]], model: Any
 ) -> dict[str, Tensor]:
-    names, parameters = zip(*model.named_parameters())
+    parameters = _trained(model)
     gradients = torch.autograd.grad(
         outputs,
-        parameters,
+        list(parameters.values()),
         [torch.tensor(g, dtype=torch.float64) for g in by_output],
         retain_graph=True,
     )
-    return by_hf_name(dict(zip(names, gradients)))
+    return by_hf_name(dict(zip(parameters, gradients)))
+
+
+def _trained(model: Any) -> dict[str, Tensor]:
+    """Parameters that require a gradient; a peft adapter's by the names in its file."""
+    return {
+        name.replace(".default.", "."): parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }

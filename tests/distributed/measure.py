@@ -7,6 +7,8 @@ is gathered in full and compared with the float64 reference on every rank.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -94,6 +96,7 @@ def make_config(layout: Layout, hf_path: str, algorithm: dict[str, Any]) -> Vapo
                 "dtype": layout.dtype,
                 "make_vocab_size_divisible_by": 8,
                 "layer_spec": "local",
+                "lora": lora_fields(hf_path),
             },
             "parallel": {
                 **parallel_fields(layout),
@@ -108,6 +111,20 @@ def make_config(layout: Layout, hf_path: str, algorithm: dict[str, Any]) -> Vapo
             },
         }
     )
+
+
+def lora_fields(hf_path: str) -> dict[str, Any]:
+    """model.lora of a directory that has adapters in it."""
+    directory = Path(hf_path, "adapter")
+    if not directory.exists():
+        return {}
+    config = json.loads((directory / "adapter_config.json").read_text())
+    return {
+        "rank": config["r"],
+        "alpha": config["lora_alpha"],
+        "targets": sorted(config["target_modules"]),
+        "path": str(directory),
+    }
 
 
 def measure(
@@ -219,8 +236,17 @@ def _build(hf_path: str, role: str, layout: Layout, here: Any) -> Any:
     from vapo_megatron.roles.actor import Actor
     from vapo_megatron.roles.critic import Critic
 
-    make = {"actor": Actor, "critic": Critic}[role]
-    return make(read_model_shape(hf_path), make_config(layout, hf_path, {}), here, hf_path)
+    shape, config = read_model_shape(hf_path), make_config(layout, hf_path, {})
+    if role == "actor":
+        return Actor(shape, config, here, hf_path)
+    critic, lora = Critic(shape, config, here, hf_path), config.model.lora
+    if lora.path is not None:
+        # A B of zeros would leave A without a gradient; float32, so there are no other copies.
+        from vapo_megatron.weights.peft import load_adapters
+
+        assert layout.dtype == "float32"
+        load_adapters(critic.placed.model, shape, lora.path, here, lora)
+    return critic
 
 
 def _outputs(model: Any, role: str, problem: Problem, mine: list[list[int]], here: Any) -> Tensor:
@@ -282,9 +308,19 @@ def _gradients(
     (mini_batch,) = minibatches.make_mini_batches(microbatches, [len(mine)], here)
     metrics = model.compute_gradients(mini_batch)
     shape = read_model_shape(tree["model"]["hf_path"])
-    named = full_gradients(model.placed.chunks, shape, here, role)
-    gradients = {name: gradient.clone() for name, gradient in named}
-    return float(metrics["loss"]), gradients
+    return float(metrics["loss"]), _learned(model, full_gradients, shape, here, role)
+
+
+def _learned(model: Any, gather: Any, shape: Any, here: Any, role: str) -> dict[str, Tensor]:
+    """What `gather` yields of all that is trained."""
+    chunks, lora = model.placed.chunks, model.config.model.lora
+    named = {n: t.clone() for n, t in gather(chunks, shape, here, role=role)}
+    if lora.rank is None:
+        return named
+    if gather.__name__ == "full_gradients":
+        assert not any(t.any() for n, t in named.items() if n != "score.weight"), "it is frozen"
+    named = {n: t for n, t in named.items() if n == "score.weight"}
+    return named | {n: t.clone() for n, t in gather(chunks, shape, here, role=role, lora=lora)}
 
 
 def _update(model: Any, role: str, here: Any) -> tuple[float, dict[str, Tensor]]:
@@ -295,8 +331,8 @@ def _update(model: Any, role: str, here: Any) -> tuple[float, dict[str, Tensor]]
 
     def full() -> dict[str, Tensor]:
         shape = read_model_shape(model.config.model.hf_path)
-        named = gather_hf_tensors(model.placed.chunks, shape, here, role=role)
-        return {name: tensor.double() for name, tensor in named}
+        named = _learned(model, gather_hf_tensors, shape, here, role)
+        return {name: tensor.double() for name, tensor in named.items()}
 
     before = full()
     set_learning_rate(model.placed.optimizer, LEARNING_RATE)

@@ -99,6 +99,10 @@ def _bits(model):
     return found
 
 
+def parameters_of(model):
+    return [p for chunk in model.placed._chunks for p in chunk.parameters()]
+
+
 def _learn(hf_path, layout, dtype, offload, method="adamw"):
     """Two steps of a critic, values and an update; returns all results, and the model."""
     torch.manual_seed(0)
@@ -147,7 +151,7 @@ def _both(hf_path, layout, dtype, method="adamw"):
     sizes = {}
     for part in ORDER:
         with model.placed.held(part):
-            storages = find_storages(model.placed._chunks, model.placed._optimizer)
+            storages = find_storages(parameters_of(model), model.placed._optimizer)
             sizes[part] = [sum(s.nbytes() for s in some) for some in storages]
             if part == "nothing":
                 for chunk in model.placed._chunks:
@@ -235,7 +239,7 @@ def _replaced(hf_path):
         for of_parameter in inner.state.values():
             of_parameter["exp_avg"] = of_parameter["exp_avg"] + 1
         given = _bits(model)
-    left = find_storages(model.placed._chunks, model.placed._optimizer)
+    left = find_storages(parameters_of(model), model.placed._optimizer)
     assert sum(s.nbytes() for part in left for s in part) == 0
     now = _bits(model)
     assert all(torch.equal(given[name], now[name]) for name in given)

@@ -55,7 +55,7 @@ def an_offload():
     model = torch.nn.Linear(4, 4, bias=False)
     model.weight.main_grad = torch.ones(4, 4)
     optimizer = SimpleNamespace(optimizer=torch.optim.Adam(model.parameters()))
-    return model, Offload([model], optimizer)
+    return model, Offload(list(model.parameters()), optimizer)
 
 
 def test_nothing_is_freed_or_used_before_it_is_copied(monkeypatch):

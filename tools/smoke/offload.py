@@ -56,7 +56,7 @@ def offload(sizes: Sizes, directory: Path, name: str) -> list[Row]:
 
 def _bits(placed: PlacedModel) -> list[Tensor]:
     """Copy to the host the bytes that a round trip must keep."""
-    storages = find_storages(placed.chunks, placed.optimizer)
+    storages = find_storages([p for c in placed.chunks for p in c.parameters()], placed.optimizer)
     return [
         torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).cpu().clone()
         for storage in (*storages.parameters, *storages.state)

@@ -25,12 +25,19 @@ def describe_fields() -> str:
             continue
         lines.append(f"{name}: {(section.__doc__ or '').strip()}")
         for field, info in section.model_fields.items():
-            lines.append(_describe(f"{name}.{field}", info))
-            inner = sections_by_name(info.annotation)
-            for option, of_option in inner.model_fields.items() if inner else ():
-                lines.append(_describe(f"{name}.{field}.NAME.{option}", of_option))
+            lines += _describe_all(f"{name}.{field}", info)
         lines.append("")
     return "\n".join(lines)
+
+
+def _describe_all(name: str, info: Any) -> list[str]:
+    """Describe a field, and those of the sections that it holds by name; or an inner section's."""
+    if (own := getattr(info.annotation, "model_fields", None)) is not None:
+        return [_describe(f"{name}.{field}", of_field) for field, of_field in own.items()]
+    named = sections_by_name(info.annotation)
+    fields = named.model_fields if named else {}
+    each = [_describe(f"{name}.NAME.{option}", of_option) for option, of_option in fields.items()]
+    return [_describe(name, info), *each]
 
 
 def _describe(name: str, info: Any) -> str:
@@ -40,7 +47,8 @@ def _describe(name: str, info: Any) -> str:
 
 
 def _default(info: Any) -> str:
-    return yaml.safe_dump(info.get_default(call_default_factory=True)).splitlines()[0]
+    value = info.get_default(call_default_factory=True)
+    return yaml.safe_dump(value, default_flow_style=True).splitlines()[0]
 
 
 _KIND_NAMES = {int: "integer", float: "number", str: "text", bool: "true | false"}
@@ -66,6 +74,8 @@ def _kind(info: Any) -> str:
     for member in members:
         if get_origin(member) is Literal:
             names += [str(choice) for choice in get_args(member)]
+        elif get_origin(member) is list and get_origin(get_args(member)[0]) is Literal:
+            names.append(f"list of {', '.join(get_args(get_args(member)[0]))}")
         else:
             numeric = member in (int, float)
             names.append(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
+
+from vapo_megatron.config.lora import LoraConfig
 from vapo_megatron.config.section import Section, field
 
 
@@ -63,3 +66,4 @@ class ModelConfig(Section):
     make_vocab_size_divisible_by: int = field(
         128, "The vocabulary is padded to a multiple of this times the tensor-parallel size.", ge=1
     )
+    lora: LoraConfig = Field(default_factory=LoraConfig)

@@ -6,6 +6,7 @@ Each returns an error message with field, value, rule and remedy, or None.
 from __future__ import annotations
 
 from vapo_megatron.config.data import FileConfig, files_mistake, sources_mistake
+from vapo_megatron.config.lora_rule import lora_rule
 from vapo_megatron.config.reward import HYBRID, REWARD_MODEL, reward_mistakes, reward_range
 from vapo_megatron.config.rollout_rules import (
     behaviour_rule,
@@ -391,6 +392,6 @@ _RULES = (
     _estimator_rule, _stage_rule, _sampling_rule, _reward_rule, _verifier_rule, _reward_model_rule,
     _value_range_rule, _timeouts_rule, _precision_rule, _dynamic_sampling_rule,
     _sources_rule, _policy_loss_rule, _no_advantages_rule, behaviour_rule, _critic_prompt_rule,
-    replay_rule,
+    replay_rule, lora_rule,
     _recompute_rule, _matrices_rule, vllm_args_rule, kv_cache_rule, environment_rule,
 )  # fmt: skip

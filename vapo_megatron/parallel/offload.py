@@ -56,14 +56,14 @@ class Storages(NamedTuple):
     gradients: list[torch.UntypedStorage]
 
 
-def find_storages(chunks: Sequence[torch.nn.Module], optimizer: Any) -> Storages:
+def find_storages(parameters: Iterable[torch.nn.Parameter], optimizer: Any) -> Storages:
     """Find all storages that grow with the model.
 
     Args:
-        chunks: wrapped in DDP if they are trained.
+        parameters: with DDP's gradients if they are trained.
         optimizer: megatron-core's, with its state initialized; None for a frozen model.
     """
-    parameters = [p for chunk in chunks for p in chunk.parameters()]
+    parameters = list(parameters)
     learning: list[Any] = [p for p in parameters if p.requires_grad]
     state = [] if optimizer is None else state_tensors(optimizer)
     seen: set[int] = set()
@@ -88,13 +88,13 @@ def _distinct(tensors: Sequence[Tensor], seen: set[int]) -> list[torch.UntypedSt
 class Offload:
     """Offloads one model. `held` is the level on the device, at first "training"."""
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], optimizer: Any) -> None:
         """Initialize Adam's state and allocate the host buffer; arguments as in find_storages."""
         if optimizer is not None:
             make_optimizer_state(optimizer)
-        self._chunks, self._optimizer = chunks, optimizer
+        self._parameters, self._optimizer = parameters, optimizer
         self.held: Held = "training"
-        self._storages = find_storages(chunks, optimizer)
+        self._storages = find_storages(parameters, optimizer)
         self._sizes = [_sizes(part) for part in self._storages]
         self.num_bytes = sum(self._sizes[0] + self._sizes[1])
         """Of the host buffer."""
@@ -120,7 +120,7 @@ class Offload:
     def _offload(self, before: int, after: int) -> None:
         if self.has_changed and after < ORDER.index("state"):
             # Loading a checkpoint may have replaced the optimizer's tensors.
-            self._storages = find_storages(self._chunks, self._optimizer)
+            self._storages = find_storages(self._parameters, self._optimizer)
             found = [_sizes(part) for part in self._storages[:2]]
             assert found == self._sizes[:2], "a tensor of the model has changed its size"
             _copy((away, mine) for mine, away in self._pairs(0, 2))

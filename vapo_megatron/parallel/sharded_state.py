@@ -88,7 +88,8 @@ def take_snapshot(chunks: Sequence[Any], optimizer: Any, *, copy: bool) -> Snaps
 
 def _live_storages(chunks: Sequence[Any], optimizer: Any) -> set[int]:
     """Return the addresses of a model's and its optimizer's storages."""
-    parameters, state, _ = find_storages(chunks, optimizer)
+    of_chunks = [p for chunk in chunks for p in chunk.parameters()]
+    parameters, state, _ = find_storages(of_chunks, optimizer)
     buffers = [buffer.untyped_storage() for chunk in chunks for buffer in chunk.buffers()]
     return {storage.data_ptr() for storage in [*parameters, *state, *buffers]}
 
@@ -197,6 +198,7 @@ def _fill(chunks: Sequence[Any], loaded: dict[str, Any], leave_out: Collection[s
     """Load tensors into the chunks, which must need exactly these."""
     for index, chunk in enumerate(chunks):
         left = chunk.load_state_dict(loaded.get(f"model{index}", {}), strict=False)
+        leave_out = {*leave_out, *_base_names(chunk)}
         missing = [
             name
             for name in left.missing_keys
@@ -252,13 +254,20 @@ def _model_state(chunks: Sequence[Any], metadata: dict[str, Any]) -> dict[str, A
     """Describe the model's tensors.
 
     Extra states (used by FP8 alone) are left out: Transformer Engine's layers and megatron-core's
-    own have them in different modules, and each must load the other's checkpoints.
+    own have them in different modules, and each must load the other's checkpoints. So are weights
+    below adapters, which a run reads from where it started.
     """
-    return {
-        f"model{index}": {
+    state = {}
+    for index, chunk in enumerate(chunks):
+        base = _base_names(chunk)
+        state[f"model{index}"] = {
             name: value
             for name, value in chunk.sharded_state_dict(metadata=metadata).items()
-            if not name.endswith("_extra_state")
+            if not name.endswith("_extra_state") and name not in base
         }
-        for index, chunk in enumerate(chunks)
-    }
+    return state
+
+
+def _base_names(chunk: Any) -> set[str]:
+    """Return the names of the frozen parameters that roles/base.py has marked."""
+    return {name for name, p in chunk.named_parameters() if getattr(p, "is_base", False)}

@@ -24,6 +24,7 @@ from vapo_megatron.parallel.minibatches import MiniBatch
 from vapo_megatron.parallel.optimizer import learning_rate
 from vapo_megatron.parallel.reduce import max_over_world
 from vapo_megatron.parallel.schedule import Before, forward_only
+from vapo_megatron.roles.base import Base
 from vapo_megatron.roles.placed import PlacedModel, load_model
 from vapo_megatron.roles.trained import TrainedModel, mean_of_updates
 
@@ -84,14 +85,14 @@ class Actor(Policy):
     ) -> None:
         """Build it; hf_path: initial weights, None: a checkpoint is loaded later."""
         super().__init__(shape, config, ranks)
-        model = load_model(shape, config, ranks, "actor", hf_path)
+        loaded = load_model(shape, config, ranks, "actor", hf_path)
         self.trained: TrainedModel | None = None
         if "actor" in config.algorithm.trained_roles:
-            self.trained = TrainedModel(model, shape, config, ranks, "actor")
-        self.placed = self.trained.placed if self.trained else PlacedModel(model)
+            self.trained = TrainedModel(loaded, shape, config, ranks, "actor")
+        self.placed = self.trained.placed if self.trained else PlacedModel(loaded)
         self.replay: RouterReplay | None = None
         if config.algorithm.router_replay != "off" and shape.experts is not None:
-            self.replay = RouterReplay(model, shape.experts.count)
+            self.replay = RouterReplay(loaded.model, shape.experts.count)
 
     def compute_logprobs(
         self, microbatches: Sequence[Microbatch], *, replays: bool = True
@@ -232,9 +233,13 @@ class Reference(Policy):
     checkpoints; a resumed run reads model.hf_path again.
     """
 
-    def __init__(self, shape: ModelShape, config: VapoConfig, ranks: Ranks) -> None:
+    def __init__(
+        self, shape: ModelShape, config: VapoConfig, ranks: Ranks, shared: Base | None = None
+    ) -> None:
+        """Build it; shared: the actor's frozen weights, which it then computes with."""
         super().__init__(shape, config, ranks)
-        self.placed = PlacedModel(load_model(shape, config, ranks, "actor", config.model.hf_path))
+        path = config.model.hf_path
+        self.placed = PlacedModel(load_model(shape, config, ranks, "reference", path, shared))
 
     def compute_logprobs(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """Return logprobs of the response tokens at the rollout's temperature; float32 [T], CPU."""

@@ -19,6 +19,7 @@ from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.minibatches import MiniBatch
 from vapo_megatron.parallel.optimizer import learning_rate
 from vapo_megatron.parallel.schedule import forward_only
+from vapo_megatron.roles.base import Base
 from vapo_megatron.roles.placed import load_model
 from vapo_megatron.roles.trained import TrainedModel, mean_of_updates
 
@@ -32,11 +33,17 @@ class Critic:
         config: VapoConfig,
         ranks: Ranks,
         hf_path: str | None,
+        shared: Base | None = None,
     ) -> None:
-        """Build it; hf_path: initial weights, None: a checkpoint is loaded later."""
+        """Build it.
+
+        Args:
+            hf_path: initial weights; None: a checkpoint is loaded later.
+            shared: the actor's frozen weights, which it then computes with.
+        """
         self.config, self.ranks = config, ranks
-        model = load_model(shape, config, ranks, "critic", hf_path)
-        self.trained = TrainedModel(model, shape, config, ranks, "critic")
+        loaded = load_model(shape, config, ranks, "critic", hf_path, shared)
+        self.trained = TrainedModel(loaded, shape, config, ranks, "critic")
         self.placed = self.trained.placed
 
     def compute_values(self, microbatches: Sequence[Microbatch]) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.nn import Module
 
@@ -15,26 +15,63 @@ from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.parallel.gradient_buffers import wait_for_parameters
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.offload import ORDER, Offload
+from vapo_megatron.roles.base import Base
+from vapo_megatron.weights.adapters import attach_adapters
 from vapo_megatron.weights.frozen import Frozen, frozen
 from vapo_megatron.weights.load_hf import load_hf_weights
 from vapo_megatron.weights.parameters import local_parameters
+from vapo_megatron.weights.peft import load_adapters
+
+
+class Loaded(NamedTuple):
+    """A role's model."""
+
+    model: list[Module]
+    """One chunk per virtual pipeline stage."""
+    base: Base | None = None
+    """Its frozen weights, below adapters; None: it has none."""
 
 
 def load_model(
-    shape: ModelShape, config: VapoConfig, ranks: Ranks, role: Role, hf_path: str | None
-) -> list[Module]:
-    """Build a role's model, one chunk per virtual pipeline stage, and load its weights.
+    shape: ModelShape,
+    config: VapoConfig,
+    ranks: Ranks,
+    role: Role,
+    hf_path: str | None,
+    shared: Base | None = None,
+) -> Loaded:
+    """Build a role's model and load its weights; freeze what it does not train; add adapters.
 
-    Without hf_path they are random until a checkpoint is loaded.
+    Args:
+        role: a reference policy is built as the actor is.
+        hf_path: initial weights; None: random until a checkpoint is loaded.
+        shared: weights of another role to compute with; hf_path then has the value head alone.
     """
-    model = build_model(shape, config.model, config.parallel, ranks, role, seed=config.seed)
+    lora, built_as = config.model.lora, "actor" if role == "reference" else role
+    model = build_model(shape, config.model, config.parallel, ranks, built_as, seed=config.seed)
+    if shared is not None:
+        shared.give(model, keeps_head=role == "critic")
+    elif hf_path is not None:
+        load_hf_weights(model, shape, hf_path, ranks, built_as)
+    if not lora.of(role):
+        _freeze(model, shape, config, role)
+        return Loaded(model, shared)
+    base = shared or Base(model, keeps_head=role == "critic")
+    attach_adapters(
+        model, shape, ranks, lora, built_as, seed=config.seed,
+        sequence_parallel=config.parallel.sequence_parallel,
+    )  # fmt: skip
+    if lora.path is not None and role != "critic":
+        load_adapters(model, shape, lora.path, ranks, lora)
+    return Loaded(model, base)
+
+
+def _freeze(model: list[Module], shape: ModelShape, config: VapoConfig, role: Role) -> None:
+    """Freeze what a role without adapters does not train."""
     if (kept := frozen(config.algorithm, config.model, role)) != Frozen(False, False):
         parameters = [p for chunk in model for p in chunk.parameters()]
         for one, parameter in zip(local_parameters(model, shape, role), parameters, strict=True):
             parameter.requires_grad_(one.row not in kept)
-    if hf_path is not None:
-        load_hf_weights(model, shape, hf_path, ranks, role)
-    return model
 
 
 class PlacedModel:
@@ -44,19 +81,20 @@ class PlacedModel:
     """
 
     def __init__(
-        self, model: list[Module], chunks: list[Any] | None = None, optimizer: Any = None
+        self, loaded: Loaded, chunks: list[Any] | None = None, optimizer: Any = None
     ) -> None:
         """Take what is on the device.
 
         Args:
-            model: one chunk per virtual pipeline stage.
-            chunks: the same wrapped in DDP; None: they are frozen here.
+            loaded: from load_model.
+            chunks: its model wrapped in DDP; None: it is frozen here.
             optimizer: of these.
         """
-        self._model, self._chunks, self._optimizer = model, chunks or model, optimizer
+        self._model, self.base = loaded
+        self._chunks, self._optimizer = chunks or self._model, optimizer
         self._offload: Offload | None = None
         if chunks is None:
-            for chunk in model:
+            for chunk in self._model:
                 chunk.requires_grad_(False)
 
     @property
@@ -84,8 +122,12 @@ class PlacedModel:
         Raises:
             ConfigError: CUDA cannot pin that much host memory.
         """
-        self._offload = Offload(self._chunks, self._optimizer)
+        of_base = set() if self.base is None else {id(p) for p in self.base.parameters}
+        own = [p for chunk in self._chunks for p in chunk.parameters() if id(p) not in of_base]
+        self._offload = Offload(own, self._optimizer)
         self._move_back("nothing")
+        if self.base is not None:
+            self.base.offload()
 
     @contextlib.contextmanager
     def held(self, part: Held) -> Iterator[None]:
@@ -98,18 +140,23 @@ class PlacedModel:
             yield
             return
         before = self._offload.held
-        self._offload.hold(max(part, before, key=ORDER.index))
-        yield
-        self._move_back(before)
+        with contextlib.nullcontext() if self.base is None else self.base.held():
+            self._offload.hold(max(part, before, key=ORDER.index))
+            yield
+            self._move_back(before)
 
     def close(self) -> None:
         """Free the offload buffers; the model must not be used afterwards."""
         if self._offload is not None:
             self._offload.close()
+        if self.base is not None:
+            self.base.close()
 
     def require_on_device(self, part: Held) -> None:
         """Assert that this part is on the device."""
-        held = "training" if self._offload is None else self._offload.held
+        held: Held = "training" if self._offload is None else self._offload.held
+        if self.base is not None and self.base.level == "nothing":
+            held = "nothing"
         assert ORDER.index(held) >= ORDER.index(part), (
             f"this needs {part!r} of the model on the device, found {held!r}: use held()"
         )

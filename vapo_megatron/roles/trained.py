@@ -23,7 +23,7 @@ from vapo_megatron.parallel.optimizer import (
 )
 from vapo_megatron.parallel.reduce import sum_over_context_parallel, sum_over_data_parallel
 from vapo_megatron.parallel.schedule import Before, LossFunction, forward_backward
-from vapo_megatron.roles.placed import PlacedModel
+from vapo_megatron.roles.placed import Loaded, PlacedModel
 from vapo_megatron.weights.matrices import trained_weights
 
 
@@ -51,12 +51,12 @@ class TrainedModel:
     """Gradient buffers and an optimizer for the parameters of a model that require a gradient."""
 
     def __init__(
-        self, model: list[Module], shape: ModelShape, config: VapoConfig, ranks: Ranks, role: Role
+        self, loaded: Loaded, shape: ModelShape, config: VapoConfig, ranks: Ranks, role: Role
     ) -> None:
         """Wrap the chunks of load_model; from here on they are moved by `placed` alone."""
-        chunks = wrap(model, config, role)
-        optimizer = optimizer_of(chunks, model, shape, config, ranks, role)
-        self.placed = PlacedModel(model, chunks, optimizer)
+        chunks = wrap(loaded.model, config, role)
+        optimizer = optimizer_of(chunks, loaded.model, shape, config, ranks, role)
+        self.placed = PlacedModel(loaded, chunks, optimizer)
         self._ranks, self._role = ranks, role
         self._max_skipped = config.optimizer.max_skipped_updates
         self.num_updates = 0

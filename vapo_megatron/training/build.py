@@ -92,9 +92,13 @@ class Built:
         hf_path = partial(self._start.path, config=config)
         of, join, roles = (self.shape, config, self.ranks), self._join, config.roles
         self.actor = join("actor", Actor(*of, hf_path("actor")))
+        base = {role: self.actor.placed.base for role in roles if config.model.lora.shares(role)}
         # A run without a role has None in its place.
-        self.critic = join("critic", Critic(*of, hf_path("critic"))) if "critic" in roles else None
-        self.reference = join("reference", Reference(*of)) if "reference" in roles else None
+        self.critic = self.reference = None
+        if "critic" in roles:
+            self.critic = join("critic", Critic(*of, hf_path("critic"), base.get("critic")))
+        if "reference" in roles:
+            self.reference = join("reference", Reference(*of, base.get("reference")))
         self.reward_model = None
         if "reward_model" in roles:
             shape = read_reward_shape(config.model, self.shape)

@@ -197,7 +197,7 @@ def _gather(
     parameter: LocalParameter, shape: ModelShape, ranks: Ranks, bias: Tensor | None
 ) -> Iterator[Tensor]:
     """Yield the full HF tensors of one parameter on the stage's first rank, nothing elsewhere."""
-    shard, row = parameter.data.contiguous(), parameter.row
+    shard, row = parameter.merged.contiguous(), parameter.row
     cut, spread = HOLDERS[row.holder]
     holders = ranks.replica_rank if spread is None else ranks.edp_rank
     if holders > 0:

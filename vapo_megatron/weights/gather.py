@@ -23,11 +23,13 @@ from torch import Tensor
 
 from vapo_megatron.parallel.gradient_buffers import complete_gradients, wait_for_parameters
 from vapo_megatron.weights import layout
+from vapo_megatron.weights.adapter_table import adapter_tensors
 from vapo_megatron.weights.holders import HOLDERS, expert_shifts
 from vapo_megatron.weights.parameters import LocalParameter, local_parameters, unwrap
 from vapo_megatron.weights.table import Kind, hf_tensors, shift_expert
 
 if TYPE_CHECKING:
+    from vapo_megatron.config.lora import LoraConfig
     from vapo_megatron.models.hf_config import ModelShape
     from vapo_megatron.parallel.groups import Ranks
 
@@ -62,9 +64,10 @@ def gather_hf_tensors(
     ranks: Ranks,
     *,
     role: str = "actor",
+    lora: LoraConfig | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every HF tensor in full on every rank, without the vocabulary's padding.
+    """Yield every HF tensor in full on every rank, adapters merged, without the padding.
 
     Collective over tp_group and pp_group: every rank must consume all of them. A tensor may share
     the model's memory and is valid until the next update; copy it to keep it.
@@ -73,6 +76,7 @@ def gather_hf_tensors(
         chunks: this rank's model chunks; with DDP around them, parameters that overlap_param_gather
             has not fetched yet are fetched first.
         role: "actor" or "critic".
+        lora: yield the matrices of the adapters in place of the model's.
         bucket_bytes: largest gathered bucket, unless one parameter is larger. Peak memory is about
             one bucket, its shards and one parameter.
 
@@ -80,7 +84,7 @@ def gather_hf_tensors(
         (HF name, tensor of the parameter's type), stage by stage.
     """
     wait_for_parameters(chunks)
-    parameters = [p for p in local_parameters(chunks, shape, role) if not p.row.is_copy]
+    parameters = [p for p in local_parameters(chunks, shape, role, lora) if not p.row.is_copy]
     mine = [_described(p, shape, ranks) for p in parameters]
     stages = _all_stages(mine, ranks)
     found = sorted(
@@ -90,11 +94,12 @@ def gather_hf_tensors(
         for shift in shard.shifts
         for name in shard.names(shift)
     )
-    assert found == sorted(hf_tensors(shape, role)), "the stages do not add up to the model"
+    whole = hf_tensors(shape, role) if lora is None else adapter_tensors(shape, lora)
+    assert found == sorted(whole), "the stages do not add up to the model"
     for stage, shards in enumerate(stages):
         for start, stop in _buckets(shards, bucket_bytes // max(ranks.tp_size, ranks.ep_size)):
             bucket = shards[start:stop]
-            local = [p.data for p in parameters[start:stop]] if stage == ranks.pp_rank else []
+            local = [p.merged for p in parameters[start:stop]] if stage == ranks.pp_rank else []
             per_rank = _gather(bucket, local, stage, ranks, parameters[0].data.device)
             for shard, parts in zip(bucket, zip(*per_rank, strict=True), strict=True):
                 # Each expert is whole on its rank.
@@ -174,6 +179,7 @@ def full_gradients(
     ranks: Ranks,
     role: str,
     *,
+    lora: LoraConfig | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the gradient of every HF tensor in full on every rank, before clipping.
@@ -184,7 +190,7 @@ def full_gradients(
 
     Args:
         chunks: this rank's, with DDP around them.
-        role, bucket_bytes: see gather_hf_tensors.
+        role, lora, bucket_bytes: see gather_hf_tensors.
 
     Yields:
         (HF name, float32), stage by stage. A tied embedding's gradient is the sum over both uses, a
@@ -192,7 +198,9 @@ def full_gradients(
     """
     complete_gradients(chunks)
     gradients: Any = [_ChunkOfGradients(chunk) for chunk in chunks]
-    yield from gather_hf_tensors(gradients, shape, ranks, role=role, bucket_bytes=bucket_bytes)
+    yield from gather_hf_tensors(
+        gradients, shape, ranks, role=role, lora=lora, bucket_bytes=bucket_bytes
+    )
 
 
 class _ChunkOfGradients:

@@ -43,8 +43,13 @@ class HfReader:
     `bytes_read` counts the bytes of the slices returned so far.
     """
 
-    def __init__(self, directory: str | Path):
-        """Find the files. Raises CheckpointError when they, or the index, are not usable."""
+    def __init__(self, directory: str | Path, single: str = SINGLE_FILE):
+        """Find the files. Raises CheckpointError when they, or the index, are not usable.
+
+        Args:
+            directory: with an index of files, or one file.
+            single: its name.
+        """
         self.directory = Path(directory)
         self.bytes_read = 0
         self._open: dict[str, Any] = {}
@@ -54,11 +59,11 @@ class HfReader:
         self._packed_in: dict[str, str] = {}
         if (self.directory / INDEX_FILE).is_file():
             self._file_of = _read_index(self.directory / INDEX_FILE)
-        elif (self.directory / SINGLE_FILE).is_file():
-            self._file_of = dict.fromkeys(self._handle(SINGLE_FILE).keys(), SINGLE_FILE)
+        elif (self.directory / single).is_file():
+            self._file_of = dict.fromkeys(self._handle(single).keys(), single)
         else:
             raise CheckpointError(
-                f"{self.directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}; give a directory "
+                f"{self.directory} holds neither {single} nor {INDEX_FILE}; give a directory "
                 "saved by save_pretrained (pickled .bin files are not read)"
             )
         for name in list(self._file_of):

@@ -131,18 +131,25 @@ def load_hf_weights(
         # A policy has no value head: it stays as built.
         if parameter.hf_names == (VALUE_HEAD,) and VALUE_HEAD not in present:
             continue
-        shard = layout.merge(
-            parameter.row.kind,
-            list(_parts(reader, parameter, shape, ranks)),
-            num_groups=shape.num_key_value_heads,
-            tp_size=shard_axis(parameter.row, ranks).size,
-            num_rows=parameter.data.shape[0],
-        )
-        assert shard.shape == parameter.data.shape, (
-            f"{parameter.name}: built as {list(parameter.data.shape)}, loaded {list(shard.shape)}"
-        )
-        parameter.data.copy_(shard)
+        parameter.data.copy_(shard_of(reader, parameter, shape, ranks))
     return reader.bytes_read
+
+
+def shard_of(
+    reader: HfReader, parameter: LocalParameter, shape: ModelShape, ranks: Ranks
+) -> Tensor:
+    """Read this rank's shard of a parameter."""
+    shard = layout.merge(
+        parameter.row.kind,
+        list(_parts(reader, parameter, shape, ranks)),
+        num_groups=shape.num_key_value_heads,
+        tp_size=shard_axis(parameter.row, ranks).size,
+        num_rows=parameter.data.shape[0],
+    )
+    assert shard.shape == parameter.data.shape, (
+        f"{parameter.name}: built as {list(parameter.data.shape)}, loaded {list(shard.shape)}"
+    )
+    return shard
 
 
 def _load_converted(

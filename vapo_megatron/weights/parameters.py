@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vapo_megatron.config.lora import LoraConfig
 from vapo_megatron.models.hf_config import ModelShape
+from vapo_megatron.weights.adapter_table import ADAPTER, adapter_rows
 from vapo_megatron.weights.table import LAYER, Row, rows, shift_expert
 
 
@@ -27,6 +29,13 @@ class LocalParameter:
     """With the layer's number in the whole model."""
     layer: int
     """In the whole model; 0 outside the layers."""
+    adapter: Any = None
+    """models.adapters.Adapter beside a weight."""
+
+    @property
+    def merged(self) -> Tensor:
+        """The weight that the model computes with: its adapter's product is added."""
+        return self.data if self.adapter is None else self.adapter.merged(self.data)
 
 
 def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
@@ -37,20 +46,26 @@ def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
 
 
 def local_parameters(
-    chunks: Sequence[torch.nn.Module], shape: ModelShape, role: str
+    chunks: Sequence[torch.nn.Module], shape: ModelShape, role: str, lora: LoraConfig | None = None
 ) -> list[LocalParameter]:
     """Match every parameter of this rank's model chunks with its row, in the model's order.
 
     Layers are numbered by the model (`layer_number`, from 1), so that any pipeline layout works,
     and experts by `local_expert_indices`.
+
+    Args:
+        lora: match the adapters' parameters in place of all others; None: leave them out.
     """
     by_name: dict[str, list[Row]] = {}
-    for row in rows(shape, role):
+    for row in rows(shape, role) if lora is None else adapter_rows(shape, lora):
         for name in row.megatron:
             by_name.setdefault(name, []).append(row)
     found = []
     for chunk in map(unwrap, chunks):
+        adapters = adapters_of(chunk)
         for name, parameter in chunk.named_parameters():
+            if (ADAPTER in name) != (lora is not None):
+                continue
             match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
             layer, key = 0, name
             if match:
@@ -63,5 +78,14 @@ def local_parameters(
             assert len(fitting) == 1, f"parameter {name} of the {role} is not in the name table"
             row = fitting[0]
             hf_names = tuple(n.format(layer) for n in row.hf)
-            found.append(LocalParameter(name, parameter.data, row, hf_names, layer))
+            adapter = adapters.get(name.removesuffix(".weight"))
+            found.append(LocalParameter(name, parameter.data, row, hf_names, layer, adapter))
     return found
+
+
+def adapters_of(chunk: torch.nn.Module) -> dict[str, Any]:
+    """Return the adapters of a model chunk by the names of the linear layers beside them."""
+    modules = chunk.named_modules() if isinstance(chunk, torch.nn.Module) else ()
+    return {
+        name.removesuffix(ADAPTER): module for name, module in modules if name.endswith(ADAPTER)
+    }
