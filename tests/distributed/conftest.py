@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tests.conftest import SUMMARY
 from tests.distributed import float64, problem
 from tests.distributed.record import Record
+from tests.weights.peft_directory import ALL, write_adapters
 from tests.weights.tiny_hf import write_tiny_hf
 
 
@@ -65,7 +66,7 @@ class References:
             # A tie would be decided by rounding: the reference has none, so routes must be equal.
             assert float64.routing_margin(path, given) > 2e-5
         if variant.endswith("adapters"):
-            _write_adapters(path, _TARGETS[variant])
+            write_adapters(path, path + "/adapter", _TARGETS[variant])
         margin = 0.1 if variant == "bfloat16" else 1e-3
         if role == "actor":
             with torch.no_grad():
@@ -87,21 +88,10 @@ class References:
 
 
 _TARGETS = {
-    "adapters": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-    "some adapters": ["q_proj", "v_proj", "up_proj"],
-    "attention's adapters": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "adapters": ALL,
+    "some adapters": ("q_proj", "v_proj", "up_proj"),
+    "attention's adapters": ALL[:4],
 }
-
-
-def _write_adapters(path: str, targets: list[str]) -> None:
-    """Save random adapters with peft, in the model's directory; B is not 0."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(2)
-    model = AutoModelForCausalLM.from_pretrained(path)
-    settings = LoraConfig(r=4, lora_alpha=6, target_modules=targets, init_lora_weights=False)
-    get_peft_model(model, settings).save_pretrained(path + "/adapter")
 
 
 def _turn_faster(path: str) -> None:

@@ -7,7 +7,6 @@ is gathered in full and compared with the float64 reference on every rank.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +29,7 @@ from tests.distributed.problem import (
     Problem,
 )
 from tests.parallel.training import parallel_fields
+from tests.weights.peft_directory import lora_fields
 from vapo_megatron.config import VapoConfig
 
 PACKED, SMALL, UNPACKED = 2000, 250, 1
@@ -88,6 +88,12 @@ class Measured(NamedTuple):
     """[data-parallel rank]: correct responses."""
 
 
+def _lora(hf_path: str) -> dict[str, Any]:
+    """Of a directory that has adapters in it."""
+    adapter = Path(hf_path, "adapter")
+    return lora_fields(adapter) if adapter.exists() else {}
+
+
 def make_config(layout: Layout, hf_path: str, algorithm: dict[str, Any]) -> VapoConfig:
     return VapoConfig.model_validate(
         {
@@ -96,7 +102,7 @@ def make_config(layout: Layout, hf_path: str, algorithm: dict[str, Any]) -> Vapo
                 "dtype": layout.dtype,
                 "make_vocab_size_divisible_by": 8,
                 "layer_spec": "local",
-                "lora": lora_fields(hf_path),
+                "lora": _lora(hf_path),
             },
             "parallel": {
                 **parallel_fields(layout),
@@ -111,20 +117,6 @@ def make_config(layout: Layout, hf_path: str, algorithm: dict[str, Any]) -> Vapo
             },
         }
     )
-
-
-def lora_fields(hf_path: str) -> dict[str, Any]:
-    """model.lora of a directory that has adapters in it."""
-    directory = Path(hf_path, "adapter")
-    if not directory.exists():
-        return {}
-    config = json.loads((directory / "adapter_config.json").read_text())
-    return {
-        "rank": config["r"],
-        "alpha": config["lora_alpha"],
-        "targets": sorted(config["target_modules"]),
-        "path": str(directory),
-    }
 
 
 def measure(

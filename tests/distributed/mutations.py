@@ -252,6 +252,42 @@ OF_EXPERTS = {
 }
 """In test_experts.py."""
 
+
+def _unmarked_adapters() -> Patches:
+    """Sequence-parallel ranks do not sum the gradient of what they hold alike."""
+    from vapo_megatron.models import adapters
+
+    honest = adapters.Adapter.__init__
+
+    def wrong(self, *given, **named):
+        honest(self, *given, **named)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = False
+
+    return [(adapters.Adapter, "__init__", wrong)]
+
+
+def _adapters_inputs_of_one_rank() -> Patches:
+    """The gradient of A x comes from this rank's rows of B alone."""
+    from vapo_megatron.models import adapters
+
+    return [(adapters, "copy_to_tensor_model_parallel_region", lambda x: x)]
+
+
+def _nothing_before_adapters_learns() -> Patches:
+    """The embedding's output needs no gradient, so recomputed layers have none."""
+    from vapo_megatron.weights import adapters
+
+    return [(adapters, "require_input_gradients", lambda chunk: None)]
+
+
+OF_ADAPTERS = {
+    "unmarked adapters": _unmarked_adapters,
+    "adapters' inputs of one rank": _adapters_inputs_of_one_rank,
+    "nothing before adapters learns": _nothing_before_adapters_learns,
+}
+"""In test_adapters.py."""
+
 MUTATIONS = {
     "NLL over the microbatch's own count": _own_count_of_positives,
     "mean of microbatch means": _mean_of_means,
@@ -277,6 +313,7 @@ MUTATIONS = {
 def applied(name: str) -> Iterator[None]:
     """Make one mistake; the empty name makes none."""
     with contextlib.ExitStack() as stack:
-        for owner, attribute, wrong in (MUTATIONS | OF_EXPERTS)[name]() if name else []:
+        mistakes = MUTATIONS | OF_EXPERTS | OF_ADAPTERS
+        for owner, attribute, wrong in mistakes[name]() if name else []:
             stack.enter_context(patch.object(owner, attribute, wrong))
         yield

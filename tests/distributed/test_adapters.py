@@ -7,8 +7,8 @@ losses, are those of test_matrix.py. A and B are peft's, random, so that both ha
 import pytest
 
 from tests.distributed.cases import name
-from tests.distributed.measure import SMALL, Layout
-from tests.distributed.test_matrix import check
+from tests.distributed.measure import SMALL, UNPACKED, Layout
+from tests.distributed.test_matrix import Differs, check
 
 _DISTRIBUTED = dict(distributed=True, overlap=True)
 LAYOUTS = (
@@ -18,12 +18,57 @@ LAYOUTS = (
     ("critic", Layout(pp=2, vpp=2, dp=2, **_DISTRIBUTED)),
     ("actor", Layout(cp=2, budget=SMALL, recompute="full")),
 )
+MORE = (
+    ("actor", Layout(tp=2)),
+    ("critic", Layout(tp=2, sp=True, recompute="selective", budget=UNPACKED)),
+    ("critic", Layout(tp=4, sp=True)),
+    ("actor", Layout(pp=2, budget=SMALL, recompute="block 1")),
+    ("actor", Layout(pp=4)),
+    ("critic", Layout(dp=2, budget=SMALL, **_DISTRIBUTED)),
+    ("actor", Layout(dp=4, overlap=True)),
+    ("actor", Layout(tp=2, pp=2, vpp=2, sp=True, budget=SMALL)),
+    ("critic", Layout(tp=2, pp=2, sp=True, recompute="uniform 2")),
+    ("actor", Layout(tp=2, dp=2, sp=True, **_DISTRIBUTED)),
+    ("critic", Layout(cp=2, **_DISTRIBUTED, budget=SMALL)),
+    ("actor", Layout(cp=2, tp=2, sp=True)),
+    ("critic", Layout(cp=2, pp=2, vpp=2)),
+    ("critic", Layout(cp=4)),
+)
+OTHERS = (
+    ("actor", Layout(tp=2, sp=True), "some adapters"),
+    ("critic", Layout(tp=4), "some adapters"),
+    ("critic", Layout(tp=2, sp=True, ep=2), "attention's adapters"),
+    ("actor", Layout(pp=2, dp=2, ep=2, budget=SMALL), "attention's adapters"),
+)
 
 
 def _named(value):
     return value if isinstance(value, str) else name(value)
 
 
-@pytest.mark.parametrize("role,layout", LAYOUTS, ids=_named)
+def _slow(cases):
+    """The same, in the slow tests alone."""
+    return [pytest.param(*one, marks=pytest.mark.slow) for one in cases]
+
+
+@pytest.mark.parametrize("role,layout", [*LAYOUTS, *_slow(MORE)], ids=_named)
 def test_gradients_equal_float64(workers, references, record, role, layout):
     check(workers, references, record, role, layout, variant="adapters")
+
+
+@pytest.mark.parametrize("role,layout,variant", [OTHERS[0], *_slow(OTHERS[1:])], ids=_named)
+def test_adapters_of_some_matrices(workers, references, record, role, layout, variant):
+    check(workers, references, record, role, layout, variant=variant)
+
+
+@pytest.mark.parametrize(
+    ("mutation", "layout", "where"),
+    [
+        ("unmarked adapters", Layout(tp=2, sp=True), "gradient of .*lora_"),
+        ("adapters' inputs of one rank", Layout(tp=2), "gradient of .*lora_A"),
+        ("nothing before adapters learns", Layout(recompute="full"), "gradient of .*layers.0"),
+    ],
+)
+def test_a_known_mistake_turns_it_red(workers, references, record, mutation, layout, where):
+    with pytest.raises(Differs, match=where):
+        check(workers, references, record, "actor", layout, variant="adapters", mutation=mutation)

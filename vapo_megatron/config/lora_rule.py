@@ -8,6 +8,12 @@ from vapo_megatron.config.schema import VapoConfig
 def lora_rule(c: VapoConfig) -> str | None:
     """Refuse adapters with what they exclude; see rules.py."""
     lora = c.model.lora
+    if c.rollout.adapter_sync == "adapter" and not lora.of("actor"):
+        return (
+            "rollout.adapter_sync=adapter needs adapters of the actor, found model.lora.rank="
+            f"{'null' if lora.rank is None else lora.rank} and roles={lora.roles}; set the rank, "
+            "or adapter_sync=merged"
+        )
     if lora.rank is None:
         named = {"targets": lora.targets, "path": lora.path}
         for name, value in named.items():

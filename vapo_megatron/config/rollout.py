@@ -99,6 +99,11 @@ class RolloutConfig(Section):
         "Size of a weight sync's send and receive buffers on a rank; two of each are allocated.",
         ge=1,
     )
+    adapter_sync: Literal["merged", "adapter"] = _field(
+        "merged",
+        "With model.lora: send the weights with the adapters added, or the adapters alone to a "
+        "vLLM that adds them; weights that vLLM has dropped, to lend its memory, are sent again.",
+    )
     verify_sync_every: int = _field(
         0,
         "Policy versions between checksum comparisons of vLLM's and the trainer's weights, "

@@ -20,7 +20,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
@@ -72,7 +78,7 @@ class Adapter(torch.nn.Module):
         whole = [self.B] if pairs.by_columns else list(self.A.values())
         for parameter in cut:
             dim = int(pairs.by_columns)
-            tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, dim, 1)
+            set_tensor_model_parallel_attributes(parameter, True, dim, 1)
         for parameter in whole:
             parameter.sequence_parallel = sequence_parallel  # type: ignore
 
@@ -84,13 +90,13 @@ class Adapter(torch.nn.Module):
         """
         narrow = linear(inputs, torch.cat(list(self.A.values()))) * self.factor
         if self.pairs.by_columns and self._sequence_parallel:
-            narrow = tensor_parallel.reduce_scatter_to_sequence_parallel_region(narrow)
+            narrow = reduce_scatter_to_sequence_parallel_region(narrow)
         elif self.pairs.by_columns:
-            narrow = tensor_parallel.reduce_from_tensor_model_parallel_region(narrow)
+            narrow = reduce_from_tensor_model_parallel_region(narrow)
         elif self._sequence_parallel:
-            narrow = tensor_parallel.gather_from_sequence_parallel_region(narrow)
+            narrow = gather_from_sequence_parallel_region(narrow)
         else:
-            narrow = tensor_parallel.copy_to_tensor_model_parallel_region(narrow)
+            narrow = copy_to_tensor_model_parallel_region(narrow)
         of_target = dict(zip(self.A, narrow.split(self.rank, -1), strict=True))
         groups = self.pairs.num_groups
         outputs = []

@@ -94,6 +94,7 @@ class Sampling(PromptSource):
         self.engine = RolloutEngine(
             str(model.hf_path), inputs, rollout, dtype=rollout.dtype or model.dtype, seed=seed,
             offload=offload, returns_routes=algorithm.router_replay == "r3",
+            adapters=model.lora if rollout.adapter_sync == "adapter" else None,
         )  # fmt: skip
         self._sync = None
         if ranks is not None:

@@ -17,6 +17,7 @@ from vapo_megatron.run.report.page import build_report
 from vapo_megatron.run.signs import about_value_error
 from vapo_megatron.training.step import StepTrainer
 from vapo_megatron.weights.export_hf import export_hf
+from vapo_megatron.weights.peft import export_adapters
 
 
 class VapoTrainer(StepTrainer):
@@ -153,16 +154,17 @@ class VapoTrainer(StepTrainer):
         return done >= algorithm.num_steps or settled
 
     def _finish(self) -> None:
-        export = self.run_dir / "hf_export"
+        export, lora = self.run_dir / "hf_export", self.config.model.lora
         if self.config.checkpoint.hf_export and "actor" in self._models:
             source = str(self.config.model.hf_path)
             self.output.note(f"exporting the actor to {export}")
             with self.watchdog.phase(EXPORT), self.device_schedule(EXPORT):
                 stops = self.source.stop_token_ids or self.config.rollout.stop_token_ids
-                export_hf(
-                    self.actor.placed.chunks, self.shape, self.ranks, export, copy_from=source,
-                    step=self._snapshot[0], stop_token_ids=stops,
-                )  # fmt: skip
+                actor, step = (self.actor.placed.chunks, self.shape, self.ranks), self._snapshot[0]
+                export_hf(*actor, export, copy_from=source, step=step, stop_token_ids=stops)
+                if lora.of("actor"):
+                    adapters = self.run_dir / "adapter_export"
+                    export_adapters(*actor, adapters, source, lora, step=step, stop_token_ids=stops)
         if self.ranks.rank == 0:
             report = build_report(self.run_dir)
             self.output.note(f"done: {report}" + (f" and {export}" if export.exists() else ""))
@@ -171,9 +173,13 @@ class VapoTrainer(StepTrainer):
         """Load the run's checkpoint or critic_checkpoint's optimizer; return the steps done."""
         self._saved, self._unevaluated, self._changed = 0, None, []
         self.explained_variances, self.value_error_is_large = [], False
-        if self._start.critic is not None and self.config.model.critic_checkpoint_optimizer:
+        if self._start.critic is not None:
             assert self.critic is not None, "critic_checkpoint without a critic is a ConfigError"
-            checkpoint.load_critic(*self._start.critic, self.config, self.critic.trained)
+            model, critic = self.config.model, self.critic.trained
+            if model.critic_checkpoint_optimizer:
+                checkpoint.load_critic(*self._start.critic, self.config, critic)
+            elif model.lora.of("critic"):
+                checkpoint.load_critic_adapters(self._start.critic[0], critic)
         if self._start.own is None:
             return 0
         done, state = checkpoint.load_run(self._start.own, self._models)

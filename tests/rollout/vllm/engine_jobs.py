@@ -75,6 +75,7 @@ def build_engine(path: Path, config: Any) -> Any:
         str(path), Inputs(shape, tokenizer, stop), rollout,
         dtype=config.model.dtype, seed=config.seed, offload=is_on(config.parallel),
         returns_routes=config.algorithm.router_replay == "r3",
+        adapters=config.model.lora if rollout.adapter_sync == "adapter" else None,
     )  # fmt: skip
 
 
@@ -131,6 +132,7 @@ def odd_completions(tmp: Path) -> list:
 
     engine._llm = SimpleNamespace(llm_engine=None, reset_prefix_cache=lambda: True)
     engine.keeps_rollouts, engine._returns_routes, finished = True, False, []
+    engine._adapter = None
     with mock.patch.object(module, "complete", complete):
         returned = generate(engine, prompts(3, 2), 2, 1, settings(), 7, on_finished=finished.append)
     return returned, [r.position for r in finished]

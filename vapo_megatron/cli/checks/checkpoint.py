@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vapo_megatron.config import VapoConfig
+from vapo_megatron.config.lora import LoraConfig
 from vapo_megatron.config.phases import Role
 from vapo_megatron.data.storage import sha256_of
 from vapo_megatron.errors import CheckpointError
@@ -43,7 +44,8 @@ def _check_own(newest: Path, config: VapoConfig, shape: ModelShape) -> None:
         check_roles(newest, state["num_updates"], roles)
         check_value_range(state, config.algorithm, field=f"{field} ({newest.name})")
     for role in roles:
-        if _check_tensors(newest, role, shape, field, "logging.run_dir"):
+        lora = config.model.lora if config.model.lora.of(role) else None
+        if _check_tensors(newest, role, shape, field, "logging.run_dir", lora):
             remedy = "start another run with logging.run_dir"
             check_optimizer(newest / role, role, config, field=field, remedy=remedy)
 
@@ -59,19 +61,22 @@ def _check_critic(path: str, config: VapoConfig, shape: ModelShape) -> None:
     newest = found[0]
     if (state := _state(newest)) is not None:
         check_value_range(state, config.algorithm, field=field)
+    lora = config.model.lora if config.model.lora.of("critic") else None
     if (
-        _check_tensors(newest, "critic", shape, field, "critic_checkpoint")
+        _check_tensors(newest, "critic", shape, field, "critic_checkpoint", lora)
         and config.model.critic_checkpoint_optimizer
     ):
         check_optimizer(newest / "critic", "critic", config, field=field, remedy=CRITIC_REMEDY)
 
 
-def _check_tensors(newest: Path, role: Role, shape: ModelShape, field: str, remedy: str) -> bool:
+def _check_tensors(
+    newest: Path, role: Role, shape: ModelShape, field: str, remedy: str, lora: LoraConfig | None
+) -> bool:
     """Compare a role's tensors with the model's sizes; False: they are damaged."""
     if not _is_intact(newest, f"{role}/.metadata"):
         return False
     try:
-        check_tensors(ShardedReader(newest / role), shape, role)
+        check_tensors(ShardedReader(newest / role), shape, role, lora)
     except CheckpointError as error:
         raise CheckpointError(
             f"{field}: {error}; set model.hf_path to the model that it was trained from, or "

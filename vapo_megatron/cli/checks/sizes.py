@@ -14,12 +14,14 @@ from vapo_megatron.models.known import KNOWN_MODELS, known_shape
 from vapo_megatron.models.layout_rules import check_layout
 from vapo_megatron.planning.misfits import check_fits
 from vapo_megatron.rollout.requests import max_model_len
+from vapo_megatron.weights.adapter_table import targets_of
 
 
 def check_sizes(config: VapoConfig, shape: ModelShape) -> None:
-    """Refuse a layout or lengths that the model does not have; ConfigError names the fields."""
+    """Refuse a layout, lengths or adapters that the model cannot have; ConfigError names them."""
     check_layout(shape, config.parallel)
     check_experts(shape, config)
+    targets_of(shape, config.model.lora)
     max_model_len(shape, config.rollout)
 
 

@@ -12,6 +12,7 @@ from vapo_megatron.reward.reward_model import check_reward_model_judges
 from vapo_megatron.rollout.inputs import Inputs
 from vapo_megatron.rollout.tokenizer import check_same_tokenizer
 from vapo_megatron.weights import load_hf
+from vapo_megatron.weights.peft_files import check_adapters
 
 
 def check_weights(config: VapoConfig, shape: ModelShape) -> None:
@@ -22,6 +23,8 @@ def check_weights(config: VapoConfig, shape: ModelShape) -> None:
     for role, field, path in starts:
         if path is not None:
             _check_files(role, field, path, shape)
+    if (lora := config.model.lora).path is not None:
+        check_adapters(lora.path, shape, lora)
 
 
 def check_reward_model(config: VapoConfig, inputs: Inputs) -> None:

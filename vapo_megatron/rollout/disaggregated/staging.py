@@ -40,6 +40,8 @@ class Staging:
             for name, tensor in self._buffer().items()
         }
         self._held: dict[int, dict[str, Tensor]] = {}
+        self.has_weights = False
+        """Whether any version has arrived."""
 
     def live_weights(self) -> dict[str, LiveWeight]:
         """Return where the next version arrives."""
@@ -53,6 +55,7 @@ class Staging:
         for name, weight in self._inbox.items():
             held[name].copy_(weight.tensor)
         self._held[policy_version] = held
+        self.has_weights = True
 
     def load(self, policy_version: int) -> None:
         """Let the engine sample with a version that is held, unless it does already."""

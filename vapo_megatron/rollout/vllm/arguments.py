@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from vapo_megatron.config import RolloutConfig
+from vapo_megatron.config.lora import LoraConfig
 from vapo_megatron.parallel import environment
+from vapo_megatron.rollout.vllm.adapter import adapter_arguments
 
 CPU_KV_CACHE_BYTES = 256 * 2**20
 
@@ -20,13 +22,14 @@ def engine_arguments(
     offload: bool,
     on_cpu: bool,
     returns_routes: bool = False,
+    adapters: LoraConfig | None = None,
 ) -> dict[str, Any]:
     """Return the arguments for those of RolloutEngine; of hf_path, vLLM reads only config.json.
 
     Args:
         max_model_len: longest prompt and response together, in tokens.
         on_cpu: vLLM's CPU build, which neither sleeps nor captures graphs.
-        returns_routes: see RolloutEngine.
+        returns_routes, adapters: see RolloutEngine.
     """
     arguments = {
         "model": hf_path,
@@ -64,6 +67,8 @@ def engine_arguments(
     if returns_routes:
         # Routes are kept beside cached keys and values.
         arguments |= {"enable_return_routed_experts": True, "enable_prefix_caching": True}
+    if adapters is not None:
+        arguments |= adapter_arguments(adapters)
     if not on_cpu and not environment.has_multicast():
         # See environment.WITHOUT_MULTICAST: the fusion would call FlashInfer's all-reduce again.
         arguments["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}

@@ -21,16 +21,19 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from vapo_megatron.config import RolloutConfig
+from vapo_megatron.config.lora import LoraConfig
 from vapo_megatron.data.rollout import Rollout
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.sampled import check_sampled
 from vapo_megatron.parallel import store
 from vapo_megatron.rollout.inputs import Inputs
 from vapo_megatron.rollout.requests import Request, SamplingSettings, Work, max_model_len
+from vapo_megatron.rollout.vllm.adapter import Adapter
 from vapo_megatron.rollout.vllm.arguments import engine_arguments
 from vapo_megatron.rollout.vllm.interface import (
     BUILT_FOR_ROUTES,
@@ -88,6 +91,7 @@ class RolloutEngine:
         seed: int,
         offload: bool,
         returns_routes: bool = False,
+        adapters: LoraConfig | None = None,
     ) -> None:
         """Build the engine with dummy weights, to be replaced before `run`. Collective.
 
@@ -100,6 +104,7 @@ class RolloutEngine:
             offload: the engine will be put to sleep.
             returns_routes: responses that are sampled for training come with Rollout.routes, on the
                 first rank of a replica.
+            adapters: the policy's are synced apart from its weights, which stay as they are.
 
         Raises:
             ConfigError: the lengths exceed the model's, or vLLM refuses the model.
@@ -120,6 +125,7 @@ class RolloutEngine:
             offload=offload,
             on_cpu=current_platform.is_cpu(),
             returns_routes=returns_routes,
+            adapters=adapters,
         )
         check_sampled(hf_path, inputs.shape)
         self.policy_version: int | None = None
@@ -128,6 +134,13 @@ class RolloutEngine:
         adapt_vllm(rank, run_name)
         self._llm = _build(hf_path, arguments, returns_routes=returns_routes)
         self._returns_routes = returns_routes and self.keeps_rollouts
+        self._adapter: Adapter | None = None
+        if adapters is not None:
+            self._adapter = Adapter(
+                self._llm, inputs.shape, adapters, hf_path, getattr(torch, dtype)
+            )
+        self.has_weights = False
+        """Whether its weights are a policy's; asleep it has none."""
         # At interpreter exit the process groups that it destroys may already be gone.
         reach(self._llm, FINALIZER).atexit = False
         unlink_shared_memory(run_name, self.replica * tp_size, tp_size)
@@ -144,7 +157,7 @@ class RolloutEngine:
         CUDA graphs and tensors from `live_weights` stay valid. On a CPU no memory is freed.
         """
         if "weights" not in self._asleep:
-            self.policy_version = None
+            self.policy_version, self.has_weights = None, False
             self._llm.sleep(level=2)
             self._asleep = {"weights", "kv_cache"}
 
@@ -156,8 +169,12 @@ class RolloutEngine:
                 self._asleep.remove(part)
 
     def live_weights(self) -> dict[str, LiveWeight]:
-        """Return every weight of this rank's shard by vLLM's name, in place."""
-        return live_weights(self._model())
+        """Return every weight of this rank's shard by vLLM's name, in place.
+
+        Matrices of an adapter that is synced apart are among them, whole.
+        """
+        found = live_weights(self._model())
+        return found if self._adapter is None else found | self._adapter.live()
 
     @contextlib.contextmanager
     def weights_replaced(self, policy_version: int) -> Iterator[None]:
@@ -169,8 +186,10 @@ class RolloutEngine:
         self.policy_version = None
         self._wake("weights")
         yield
+        if self._adapter is not None:
+            self._adapter.install()
         self._forget_prefixes()
-        self.policy_version = policy_version
+        self.policy_version, self.has_weights = policy_version, True
 
     def load_weights(
         self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int
@@ -242,6 +261,7 @@ class RolloutEngine:
             interrupted = complete(
                 self._llm.llm_engine, lambda room: asked(work.take(room)), keep, on_progress,
                 has_time, work.is_enough, *waits, at_once=self.at_once, expected=work.expected,
+                lora_request=None if self._adapter is None else self._adapter.request,
             )  # fmt: skip
         return [
             held[seed].extended(

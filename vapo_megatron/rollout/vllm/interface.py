@@ -291,6 +291,34 @@ ROUTES = (
 )
 """The same, where completions come with the experts of their tokens (algorithm.router_replay)."""
 
+_LORA = "vllm.lora"
+ADAPTERS = (
+    Used("vllm.engine.arg_utils:EngineArgs", takes=("enable_lora", "max_loras", "max_lora_rank")),
+    Used("vllm.config.lora:MaxLoRARanks"),
+    Used(
+        "vllm.v1.engine.llm_engine:LLMEngine.add_request",
+        takes=("request_id", "prompt", "params", "lora_request"),
+    ),
+    Used(f"{_LORA}.request:LoRARequest", takes=("lora_name", "lora_int_id", "lora_path")),
+    Used(f"{_LORA}.peft_helper:PEFTHelper.from_dict"),
+    Used(
+        f"{_LORA}.lora_model:LoRAModel.from_lora_tensors",
+        takes=("lora_model_id", "tensors", "peft_helper", "device", "dtype", "model_vocab_size"),
+    ),
+    *(
+        Used(f"{_LORA}.model_manager:LRUCacheLoRAModelManager.{name}")
+        for name in ("remove_adapter", "add_adapter", "activate_adapter")
+    ),
+    _source("vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin.lora_manager"),
+    _source(f"{_LORA}.worker_manager:WorkerLoRAManager._adapter_manager"),
+    _source(f"{_LORA}.worker_manager:WorkerLoRAManager.lora_config"),
+    _source(f"{_LORA}.worker_manager:WorkerLoRAManager.vocab_size"),
+    _source(f"{_LORA}.model_manager:LoRAModelManager.model"),
+    _source("vllm.config.lora:LoRAConfig.lora_dtype"),
+    _source(f"{_LORA}.layers.base_linear:BaseLinearLayerWithLoRA.base_layer"),
+)
+"""The same with rollout.adapter_sync=adapter."""
+
 
 def check_imports(table: Sequence[Used] = TABLE) -> None:
     """Import what a table names and look at it.

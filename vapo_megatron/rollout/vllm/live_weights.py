@@ -35,7 +35,8 @@ def live_weights(model: Any) -> dict[str, LiveWeight]:
         if tensor.dim() > 0 and storage not in seen:
             seen.add(storage)
             matrix = tensor.view(-1, tensor.shape[-1]) if tensor.dim() > 2 else tensor
-            found[name] = LiveWeight(matrix, padding.get(name, 0))
+            # Layers with room for adapters hold the layer that they stand for.
+            found[name.replace(".base_layer.", ".")] = LiveWeight(matrix, padding.get(name, 0))
     return found
 
 

@@ -37,6 +37,7 @@ def complete(
     *,
     at_once: int,
     expected: int,
+    lora_request: Any = None,
 ) -> dict[int, Any]:
     """Run requests; give `keep` each completion as it ends.
 
@@ -52,6 +53,7 @@ def complete(
         waiting, back: see requests.Waiting.
         at_once: responses that there is room for.
         expected: number of requests, to show.
+        lora_request: the adapter that all of them are computed with.
 
     Returns:
         What there is of those that are interrupted because it is enough, by number.
@@ -66,7 +68,8 @@ def complete(
     def begin(asked: Sequence[Asked]) -> None:
         for number, token_ids, parameters in asked:
             running.add(str(number))
-            engine.add_request(str(number), tokens_input(list(token_ids)), parameters)
+            prompt = tokens_input(list(token_ids))
+            engine.add_request(str(number), prompt, parameters, lora_request=lora_request)
 
     try:
         begin(more(at_once))

@@ -324,11 +324,14 @@ def check_optimizer(
     has_experts = any(".experts." in k for k in keys)
     learns_routers = any(".router." in k for k in keys)
     kept = frozen(config.algorithm, config.model, role)
+    leaves_out = learns_attention == kept.attention or (
+        has_experts and learns_routers == kept.routers
+    )
     if (
         ("param" in kinds) != is_distributed
         or ("fp32_param" in kinds) != has_main
-        or learns_attention == kept.attention
-        or (has_experts and learns_routers == kept.routers)
+        # Adapters are all that is trained, whatever is frozen besides.
+        or (leaves_out and not config.model.lora.of(role))
     ):
         of_router = f", model.freeze_router={kept.routers}" if has_experts else ""
         raise CheckpointError(

@@ -17,7 +17,7 @@ from vapo_megatron.config import VapoConfig
 from vapo_megatron.data.disk_errors import writing
 from vapo_megatron.errors import CheckpointError, DataError, tell
 from vapo_megatron.parallel.reduce import any_rank
-from vapo_megatron.parallel.sharded_state import load_sharded
+from vapo_megatron.parallel.sharded_state import load_model_weights, load_sharded
 from vapo_megatron.roles.trained import TrainedModel
 from vapo_megatron.run.checkpoint import files as checkpoint_files
 from vapo_megatron.run.directory import read_config
@@ -32,13 +32,17 @@ class Start(NamedTuple):
     """Only for a new run: see find_critic."""
 
     def path(self, role: str, config: VapoConfig) -> str | None:
-        """Return where a role's initial weights are read from; None: they are loaded later."""
+        """Return where a role's initial weights are read from; None: they are loaded later.
+
+        A checkpoint of adapters lacks the weights below them.
+        """
         model = config.model
-        if self.own is not None and role in config.algorithm.trained_roles:
+        has_adapters = model.lora.of(role)
+        if self.own is not None and role in config.algorithm.trained_roles and not has_adapters:
             return None
         if role != "critic":
             return model.hf_path
-        if self.critic is not None:
+        if self.critic is not None and not has_adapters:
             return None if model.critic_checkpoint_optimizer else str(self.critic[0])
         return model.critic_hf_path or model.hf_path
 
@@ -167,3 +171,11 @@ def load_critic(directory: Path, updates: int, config: VapoConfig, critic: Train
     with placed.held("state"):
         load_sharded(placed.model, placed.optimizer, directory)
     critic.num_updates = updates
+
+
+def load_critic_adapters(directory: Path, critic: TrainedModel) -> None:
+    """Load the adapters and the value head of model.critic_checkpoint, without its optimizer."""
+    placed = critic.placed
+    with placed.held("state"):
+        load_model_weights(placed.model, directory)
+        placed.optimizer.reload_model_params()

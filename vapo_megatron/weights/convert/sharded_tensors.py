@@ -13,7 +13,9 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
+from vapo_megatron.config.lora import LoraConfig
 from vapo_megatron.models.hf_config import ModelShape
+from vapo_megatron.weights.adapter_table import adapter_rows
 from vapo_megatron.weights.holders import (
     Member,
     TrainerLayout,
@@ -23,7 +25,7 @@ from vapo_megatron.weights.holders import (
     shard_dim,
 )
 from vapo_megatron.weights.layout import RowRun, row_runs
-from vapo_megatron.weights.table import VALUE_HEAD_BIAS, Row, rows_in_order
+from vapo_megatron.weights.table import VALUE_HEAD, VALUE_HEAD_BIAS, Row, rows_in_order
 
 _BIAS_ROW = Row(("output_layer.bias",), (VALUE_HEAD_BIAS,), "replicated", lambda shape: ((1,),))
 """Not in the name table, because it is no parameter."""
@@ -109,7 +111,12 @@ class ShardedTensor:
 
 
 def sharded_tensors(
-    shape: ModelShape, role: str, padded_vocab: int, *, value_bias: bool = False
+    shape: ModelShape,
+    role: str,
+    padded_vocab: int,
+    *,
+    value_bias: bool = False,
+    lora: LoraConfig | None = None,
 ) -> list[ShardedTensor]:
     """List a model's tensors in HF order.
 
@@ -117,8 +124,12 @@ def sharded_tensors(
         role: "actor" or "critic".
         padded_vocab: rows of the embedding with its padding.
         value_bias: the value head has a bias.
+        lora: those of its adapters and of a value head alone.
     """
     order = rows_in_order(shape, role)
+    if lora is not None:
+        of_layers = [(row, n) for n in range(shape.num_layers) for row in adapter_rows(shape, lora)]
+        order = [*of_layers, *((row, None) for row, _ in order if row.hf == (VALUE_HEAD,))]
     if value_bias:
         order.append((_BIAS_ROW, None))
     tensors, num_layers = [], shape.num_layers

@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from vapo_megatron.config.lora import LoraConfig
 from vapo_megatron.errors import CheckpointError
 from vapo_megatron.models.hf_config import ModelShape, read_model_shape
+from vapo_megatron.weights.adapter_table import ADAPTER
 from vapo_megatron.weights.convert.sharded_files import ShardedReader
 from vapo_megatron.weights.convert.sharded_tensors import (
     ShardedTensor,
@@ -38,6 +40,7 @@ from vapo_megatron.weights.hf_directory import (
     write_index,
 )
 from vapo_megatron.weights.hf_reader import DTYPES
+from vapo_megatron.weights.peft_files import PREFIX, WEIGHTS_FILE, wanted_tensors, write_peft_config
 from vapo_megatron.weights.table import EMBEDDING, OUTPUT, VALUE_HEAD_BIAS
 
 _EMBEDDING_KEY, _HEAD_KEY = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -90,6 +93,8 @@ def convert_to_hf(
         )
     shape = read_model_shape(source, "--hf")
     role = checkpoint_role(reader)
+    if has_adapters(reader):
+        return _convert_adapters(reader, shape, role, out, source, overwrite=overwrite, team=team)
     items = [
         _Item(TensorPlan(name, size, reader.dtype(tensor.key)), tensor, part)
         for tensor in check_checkpoint(reader, shape, role)
@@ -125,6 +130,58 @@ def convert_to_hf(
     return out
 
 
+def _convert_adapters(
+    reader: ShardedReader,
+    shape: ModelShape,
+    role: str,
+    out: Path,
+    source: Path,
+    *,
+    overwrite: bool,
+    team: Team,
+) -> Path:
+    """Convert a run's checkpoint of adapters to a PEFT directory."""
+    if role == "critic":
+        raise CheckpointError(
+            f"{reader.directory} holds a critic's adapters, which have no form in peft; give the "
+            "checkpoint of an actor, or start a critic from it with model.critic_checkpoint"
+        )
+    lora = _lora_of(reader.directory)
+    used = wanted_tensors(shape, lora)
+    tensors = check_tensors(reader, shape, role, lora)
+    reader.check_files({tensor.key for tensor in tensors})
+    items = [
+        _Item(TensorPlan(PREFIX + name, size, reader.dtype(tensor.key)), tensor, part)
+        for tensor in tensors
+        for part, (name, size) in enumerate(zip(tensor.hf_names, tensor.hf_shapes, strict=True))
+        if name in used
+    ]
+    num_bytes = sum(item.plan.num_bytes for item in items)
+    with atomic_directory(out, source, num_bytes, overwrite=overwrite) as unfinished:
+        partial = unfinished.path
+        unfinished.together(lambda: _write({WEIGHTS_FILE: items}, partial, reader, team))
+
+        def finish() -> None:
+            write_peft_config(partial, shape, lora, source)
+            note_export(partial, *_run_of(reader.directory))
+
+        unfinished.together(finish, alone=True)
+    return out
+
+
+def _lora_of(directory: Path) -> LoraConfig:
+    """Return model.lora of the run whose checkpoint a role's directory is in."""
+    try:
+        state = json.loads((directory.absolute().parent / "state.json").read_bytes())
+        return LoraConfig.model_validate(state["run"]["config"]["model"]["lora"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise CheckpointError(
+            f"{directory} holds adapters, but its run's settings cannot be read from "
+            f"{directory.parent / 'state.json'} ({type(error).__name__}); give a directory within "
+            "a run's checkpoint"
+        ) from None
+
+
 def checkpoint_role(reader: ShardedReader) -> str:
     """Return "critic" if the checkpoint's output has one row, else "actor"."""
     has_head = _HEAD_KEY in reader.tensors
@@ -138,13 +195,21 @@ def check_checkpoint(reader: ShardedReader, shape: ModelShape, role: str) -> lis
     return expected
 
 
-def check_tensors(reader: ShardedReader, shape: ModelShape, role: str) -> list[ShardedTensor]:
+def has_adapters(reader: ShardedReader) -> bool:
+    """Is it a checkpoint of adapters, without the weights below them?"""
+    return any(f"{ADAPTER}." in key for key in reader.tensors)
+
+
+def check_tensors(
+    reader: ShardedReader, shape: ModelShape, role: str, lora: LoraConfig | None = None
+) -> list[ShardedTensor]:
     """Compare names, shapes and types of a checkpoint's tensors with the model's.
 
     Args:
         reader: of the checkpoint. Optimizer state in it is ignored.
         role: "actor" or "critic". A critic may start from an actor's checkpoint; its output layer
             is then not in the result.
+        lora: expect adapters and a value head; None: a whole model.
 
     Returns:
         The model's tensors in the checkpoint.
@@ -152,13 +217,19 @@ def check_tensors(reader: ShardedReader, shape: ModelShape, role: str) -> list[S
     Raises:
         CheckpointError: names tensors with what was expected and found.
     """
+    if has_adapters(reader) != (lora is not None):
+        held, asked = ("adapters", "null") if lora is None else ("whole weights", f"{lora.rank}")
+        raise CheckpointError(
+            f"{reader.directory} holds {held} of the {role}, which model.lora.rank={asked} does "
+            "not train; use the settings of the run that wrote it"
+        )
     found = {key for key in reader.tensors if is_of_model(key)}
     if role == "critic" and checkpoint_role(reader) == "actor":
         found.discard(_HEAD_KEY)
     padded = shape.vocab_size
     if _EMBEDDING_KEY in found:
         padded = max(padded, reader.shape(_EMBEDDING_KEY)[0])
-    expected = sharded_tensors(shape, role, padded, value_bias=_BIAS_KEY in found)
+    expected = sharded_tensors(shape, role, padded, value_bias=_BIAS_KEY in found, lora=lora)
     if role == "critic" and _HEAD_KEY not in found:
         expected = [tensor for tensor in expected if tensor.key != _HEAD_KEY]
     sizes = {tensor.key: tensor.global_shape for tensor in expected}

@@ -19,11 +19,17 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from vapo_megatron.config.lora import LoraConfig
 from vapo_megatron.models.hf_config import ModelShape
+from vapo_megatron.weights.adapter_table import adapter_rows, targets_of
 from vapo_megatron.weights.holders import Member, TrainerLayout, cut_rank
 from vapo_megatron.weights.reshard.plan import ENGINE, Block, Layer, Move, Plan, Slice
 from vapo_megatron.weights.reshard.shards import Piece, trainer_pieces
-from vapo_megatron.weights.reshard.vllm_layout import check_rollout_layout, engine_pieces
+from vapo_megatron.weights.reshard.vllm_layout import (
+    adapter_pieces,
+    check_rollout_layout,
+    engine_pieces,
+)
 from vapo_megatron.weights.table import Row, layer_rows, rows
 
 Home = tuple[int, str | None]
@@ -40,6 +46,7 @@ def make_plan(
     relay: bool = True,
     rollout_workers: range | None = None,
     experts_apart: bool = False,
+    lora: LoraConfig | None = None,
 ) -> Plan:
     """Plan a weight sync from the trainer's shards to the engine's.
 
@@ -52,6 +59,7 @@ def make_plan(
             relayed there; without, it is sent to each of them.
         rollout_workers: ranks that sample; None: those that train.
         experts_apart: rollout.expert_parallel.
+        lora: plan for the adapters' matrices, whole on every rank, in place of the weights.
 
     Raises:
         ConfigError: vLLM does not support this layout.
@@ -59,15 +67,17 @@ def make_plan(
     rollout_workers = range(trainer.world_size) if rollout_workers is None else rollout_workers
     check_rollout_layout(shape, rollout_tp_size, len(rollout_workers), experts_apart)
     planner = _BlockPlanner(
-        shape, trainer, rollout_tp_size, gpus_per_node, relay, rollout_workers, experts_apart
+        shape, trainer, rollout_tp_size, gpus_per_node, relay, rollout_workers, experts_apart, lora
     )
-    table = rows(shape, "actor")
+    table = rows(shape, "actor") if lora is None else []
     blocks = []
     for stage, chunks in enumerate(trainer.layers):
         alike: dict[tuple[Row, ...], list[Layer]] = {}
         for chunk, (first, stop) in enumerate(chunks):
             for i, number in enumerate(range(first, stop)):
                 of_layer = layer_rows(shape, "actor", number)
+                if lora is not None:
+                    of_layer = adapter_rows(shape, lora)
                 alike.setdefault(of_layer, []).append(Layer(number, chunk, i))
         for in_layer, layers in alike.items():
             blocks.append(planner.block(in_layer, {stage: (0, None)}, tuple(layers)))
@@ -125,6 +135,7 @@ class _BlockPlanner:
     relay: bool
     rollout_workers: range
     experts_apart: bool
+    lora: LoraConfig | None
 
     def __post_init__(self) -> None:
         self.world_size = max(self.trainer.world_size, self.rollout_workers.stop)
@@ -170,9 +181,7 @@ class _BlockPlanner:
             for member in self.trainer.slices(row):
                 held = trainer_pieces(row, self.shape, self.trainer, cut_rank(member))
                 for rollout_tp_rank, found in enumerate(by_tp_rank):
-                    wanted = engine_pieces(
-                        row, self.shape, self.rollout_tp_size, rollout_tp_rank, self.experts_apart
-                    )
+                    wanted = self._wanted(row, rollout_tp_rank)
                     found += [
                         _Demand(rollout_tp_rank, *both, member)
                         for there in held
@@ -184,6 +193,14 @@ class _BlockPlanner:
             for place, rank in enumerate(self.rollout_workers)
             for demand in by_tp_rank[place % self.rollout_tp_size]
         ]
+
+    def _wanted(self, row: Row, rollout_tp_rank: int) -> list[Piece]:
+        """List what a rank of the engine has of a row."""
+        if self.lora is not None:
+            return adapter_pieces(row, self.shape, targets_of(self.shape, self.lora))
+        return engine_pieces(
+            row, self.shape, self.rollout_tp_size, rollout_tp_rank, self.experts_apart
+        )
 
     def _candidates(self, demand: _Demand, homes: dict[int, Home]) -> _Candidates:
         """Find the nearest ranks that hold a slice."""

@@ -13,7 +13,7 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,15 +24,18 @@ from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.gradient_buffers import wait_for_parameters
 from vapo_megatron.parallel.reduce import gather_objects
 from vapo_megatron.weights.holders import TrainerLayout, trainer_layout
-from vapo_megatron.weights.parameters import local_parameters, unwrap
+from vapo_megatron.weights.parameters import adapters_of, local_parameters, unwrap
+from vapo_megatron.weights.reshard.merged import MergedWeights
 from vapo_megatron.weights.reshard.plan import ENGINE, LiveWeight, Plan, Step
 from vapo_megatron.weights.reshard.planner import make_plan
 from vapo_megatron.weights.reshard.steps import steps_of
 from vapo_megatron.weights.reshard.transfer import Weights, execute
 from vapo_megatron.weights.reshard.verify import destination_problems, differences, source_problems
+from vapo_megatron.weights.reshard.vllm_layout import ADAPTER_NAME
 
 if TYPE_CHECKING:
     from vapo_megatron.config import ModelConfig, RolloutConfig
+    from vapo_megatron.config.lora import LoraConfig
     from vapo_megatron.models.hf_config import ModelShape
     from vapo_megatron.parallel.groups import Ranks
     from vapo_megatron.parallel.worlds import Worlds
@@ -44,6 +47,9 @@ T = TypeVar("T")
 class Engine(Protocol):
     """What a sync needs from the inference engine (rollout/vllm/engine.py)."""
 
+    has_weights: bool
+    """Whether its weights are a policy's, of any version."""
+
     def live_weights(self) -> dict[str, LiveWeight]:
         """Return every weight of this rank's shard by name, in place."""
 
@@ -52,7 +58,7 @@ class Engine(Protocol):
 
 
 class _Prepared(NamedTuple):
-    """Prepared in the first sync, used in all."""
+    """Of the weights, or of the adapters; prepared in the first sync, used in all."""
 
     plan: Plan
     steps: list[Step]
@@ -85,7 +91,7 @@ class WeightSync:
 
         Args:
             ranks: this rank's place among the trainers; None: it only samples.
-            model: make_vocab_size_divisible_by is used.
+            model: make_vocab_size_divisible_by and lora are used.
             rollout: the engine's layout, bucket size, verification.
             engine: this rank's engine; None: it only trains.
             worlds: None: every rank trains and samples.
@@ -93,13 +99,21 @@ class WeightSync:
         self._shape, self._ranks, self._worlds = shape, ranks, worlds
         self._model, self._rollout, self._engine = model, rollout, engine
         self._group = None if worlds is None else worlds.group
-        self._prepared: _Prepared | None = None
+        lora = model.lora if model.lora.of("actor") else None
+        self._apart = lora if rollout.adapter_sync == "adapter" else None
+        """The adapters are sent apart from the weights."""
+        self._merges = lora is not None and self._apart is None
+        self._weights: _Prepared | None = None
+        self._adapters: _Prepared | None = None
         self.received_bytes = 0
         """Received by this rank from others in the latest sync."""
 
     @emits("sync/received_bytes")
     def publish(self, chunks: Sequence[torch.nn.Module], policy_version: int) -> dict[str, float]:
         """Send the actor's weights to the engine. Collective over all ranks.
+
+        Adapters are added to the weights as they are sent; or are sent alone, and the weights with
+        them only to an engine that has none (rollout.adapter_sync).
 
         Args:
             chunks: this rank's model chunks, none where it only samples; with DDP around them,
@@ -116,24 +130,51 @@ class WeightSync:
                 refuses to sample.
         """
         wait_for_parameters(chunks)
-        is_first = self._prepared is None
-        if self._prepared is None:
-            self._prepared = self._prepare(chunks)
-        ready = self._prepared
+        is_first = self._weights is None
+        if self._weights is None:
+            self._weights = self._prepare(chunks)
+        if self._apart is not None and self._adapters is None:
+            self._adapters = self._prepare(chunks, self._apart)
         for index, chunk in enumerate(chunks):
             name, parameter = next(unwrap(chunk).named_parameters())
-            assert ready.weights[index, name] is parameter, "another model than at first"
+            assert self._weights.weights[index, name] is parameter, "another model than at first"
         engine = self._engine
+        sent = [self._weights] if self._lacks_weights() else []
+        sent += [] if self._adapters is None else [self._adapters]
         with engine.weights_replaced(policy_version) if engine else contextlib.nullcontext():
-            self.received_bytes = execute(
-                ready.steps, ready.weights, ready.dtype, ready.device, self._group
-            )
-            for weight in ready.live.values():
-                if weight.padding_rows:
-                    weight.tensor[-weight.padding_rows :].zero_()
+            self.received_bytes = sum(self._send(part, chunks) for part in sent)
             if self._is_verified(policy_version, is_first):
                 self.verify(chunks)
-        return {"sync/received_bytes": float(ready.received_bytes)}
+        return {"sync/received_bytes": float(sum(part.received_bytes for part in sent))}
+
+    def _lacks_weights(self) -> bool:
+        """Whether any rank's engine needs the weights; where adapters are merged, it always does.
+
+        Collective where adapters are sent apart.
+        """
+        if self._apart is None:
+            return True
+        return any(self._gather(self._engine is not None and not self._engine.has_weights))
+
+    def _send(self, part: _Prepared, chunks: Sequence[torch.nn.Module]) -> int:
+        """Fill the engine's shards; return the bytes that this rank received."""
+        weights = self._as_sent(part.weights, chunks)
+        received = execute(part.steps, weights, part.dtype, part.device, self._group)
+        for weight in part.live.values():
+            if weight.padding_rows:
+                weight.tensor[-weight.padding_rows :].zero_()
+        return received
+
+    def _as_sent(self, weights: Weights, chunks: Sequence[torch.nn.Module]) -> Weights:
+        """Return the weights with their adapters added, if they are sent so."""
+        if not self._merges:
+            return weights
+        found = {
+            (index, f"{name}.weight"): adapter
+            for index, chunk in enumerate(map(unwrap, chunks))
+            for name, adapter in adapters_of(chunk).items()
+        }
+        return MergedWeights(weights, found)
 
     def _is_verified(self, policy_version: int, is_first: bool) -> bool:
         """Whether both worlds' checksums are compared; between processes always at first."""
@@ -151,15 +192,22 @@ class WeightSync:
         Raises:
             RuntimeError: on every rank, when they differ; names rank, parameter and slice.
         """
-        assert self._prepared is not None, "nothing has been published"
+        assert self._weights is not None, "nothing has been published"
         # Look them up again: the weights that the engine uses now, not those written to.
-        weights = all_weights(chunks, self._live())
-        ready = self._prepared
-        found = differences(ready.plan, self._rank, weights, ready.dtype, ready.device, self._group)
+        weights = self._as_sent(all_weights(chunks, self._live()), chunks)
+        found: list[str] = []
+        for part in filter(None, (self._weights, self._adapters)):
+            found += differences(
+                part.plan, self._rank, weights, part.dtype, part.device, self._group
+            )
         self._raise_together(found, "the engine's weights differ from the trainer's")
 
-    def _live(self) -> dict[str, LiveWeight]:
-        return self._engine.live_weights() if self._engine else {}
+    def _live(self, lora: LoraConfig | None | Literal["both"] = "both") -> dict[str, LiveWeight]:
+        """Return the engine's weights, or the matrices of its adapter, or both."""
+        live = self._engine.live_weights() if self._engine else {}
+        if lora == "both":
+            return live
+        return {n: w for n, w in live.items() if n.startswith(ADAPTER_NAME) == (lora is not None)}
 
     @property
     def _rank(self) -> int:
@@ -168,10 +216,12 @@ class WeightSync:
         assert self._ranks is not None, "without worlds every rank trains"
         return self._ranks.rank
 
-    def _prepare(self, chunks: Sequence[torch.nn.Module]) -> _Prepared:
-        """Make the plan and check it; raises on all ranks."""
+    def _prepare(
+        self, chunks: Sequence[torch.nn.Module], lora: LoraConfig | None = None
+    ) -> _Prepared:
+        """Make the plan of the weights, or of the adapters, and check it; raises on all ranks."""
         rollout, worlds, rank = self._rollout, self._worlds, self._rank
-        live = self._live()
+        live = self._live(lora)
         weights = all_weights(chunks, live)
         parameters = local_parameters(chunks, self._shape, "actor")
         own = self._trainer_layout(parameters)
@@ -190,6 +240,7 @@ class WeightSync:
             relay=True,
             rollout_workers=None if worlds is None else worlds.rollout_workers,
             experts_apart=rollout.expert_parallel,
+            lora=lora,
         )
         received, sent = plan.received(rank), plan.sent(rank)
         problems = destination_problems(received, live, dtype)

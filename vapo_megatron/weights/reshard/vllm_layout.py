@@ -17,8 +17,11 @@ matrices [E 2 F/tp, H] and [E H, F/tp].
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.hf_config import ModelShape
+from vapo_megatron.weights.adapter_table import target_of
 from vapo_megatron.weights.holders import bounds, shard_elements
 from vapo_megatron.weights.reshard.shards import (
     Piece,
@@ -29,6 +32,8 @@ from vapo_megatron.weights.reshard.shards import (
 )
 from vapo_megatron.weights.table import Row
 
+ADAPTER_NAME = "adapter."
+"""Before the names of an adapter's matrices among the engine's weights."""
 VLLM_VOCAB_PADDING = 64
 """DEFAULT_VOCAB_PADDING_SIZE of vLLM's vocab_parallel_embedding."""
 
@@ -117,6 +122,15 @@ def _expert_pieces(
     parameter = f"{row.hf[0].rpartition('.experts.')[0]}.experts.routed_experts.{name}"
     below = expert * sum(rows for _, _, rows, _ in parts_held)
     return stacked(row.hf, parts_held, parameter, below)
+
+
+def adapter_pieces(row: Row, shape: ModelShape, targets: Sequence[str]) -> list[Piece]:
+    """List what each rank holds of a row of adapter_table.py: the matrices of targets, whole."""
+    return [
+        Piece(name, 0, 0, *size, ADAPTER_NAME + name, 0, 0)
+        for name, size in zip(row.hf, matrix_sizes(row, shape), strict=True)
+        if target_of(name) in targets
+    ]
 
 
 def engine_elements(row: Row, shape: ModelShape, tp_size: int) -> int:
