@@ -31,6 +31,7 @@ from tests.distributed.problem import (
 from tests.parallel.training import parallel_fields
 from tests.weights.peft_directory import lora_fields
 from vapo_megatron.config import VapoConfig
+from vapo_megatron.weights.peft_files import wanted_tensors
 
 PACKED, SMALL, UNPACKED = 2000, 250, 1
 """Token budgets: one or two microbatches on a rank, several, one for each response."""
@@ -311,8 +312,10 @@ def _learned(model: Any, gather: Any, shape: Any, here: Any, role: str) -> dict[
         return named
     if gather.__name__ == "full_gradients":
         assert not any(t.any() for n, t in named.items() if n != "score.weight"), "it is frozen"
-    named = {n: t for n, t in named.items() if n == "score.weight"}
-    return named | {n: t.clone() for n, t in gather(chunks, shape, here, role=role, lora=lora)}
+    of_adapters = {n: t.clone() for n, t in gather(chunks, shape, here, role=role, lora=lora)}
+    unused = of_adapters.keys() - wanted_tensors(shape, lora).keys()
+    assert not any(of_adapters.pop(name).any() for name in unused), "it belongs to no target"
+    return {n: t for n, t in named.items() if n == "score.weight"} | of_adapters
 
 
 def _update(model: Any, role: str, here: Any) -> tuple[float, dict[str, Tensor]]:

@@ -18,6 +18,7 @@ from vapo_megatron.run.signs import about_value_error
 from vapo_megatron.training.step import StepTrainer
 from vapo_megatron.weights.export_hf import export_hf
 from vapo_megatron.weights.peft import export_adapters
+from vapo_megatron.weights.peft_files import base_digest
 
 
 class VapoTrainer(StepTrainer):
@@ -38,6 +39,8 @@ class VapoTrainer(StepTrainer):
     """Steps done at the latest checkpoint."""
     _unevaluated: dict[str, float] | None
     """Metrics of the last step if the run was stopped before its evaluation finished."""
+    _base: str | None
+    """Digest of the weights below adapters."""
     _changed: list[str]
     """Settings that the checkpoint was made with, and today's."""
 
@@ -172,6 +175,8 @@ class VapoTrainer(StepTrainer):
     def _resume(self) -> int:
         """Load the run's checkpoint or critic_checkpoint's optimizer; return the steps done."""
         self._saved, self._unevaluated, self._changed = 0, None, []
+        path, lora = str(self.config.model.hf_path), self.config.model.lora
+        self._base = None if lora.rank is None else base_digest(path)
         self.explained_variances, self.value_error_is_large = [], False
         if self._start.critic is not None:
             assert self.critic is not None, "critic_checkpoint without a critic is a ConfigError"
@@ -183,6 +188,7 @@ class VapoTrainer(StepTrainer):
         if self._start.own is None:
             return 0
         done, state = checkpoint.load_run(self._start.own, self._models)
+        checkpoint.check_base(self._start.own, state.get("base"), self._base, path)
         self.source.load_state_dict(state["data"])
         self.source.resume(done, self._start.own)
         self.policy_version = state["policy_version"]
@@ -206,6 +212,7 @@ class VapoTrainer(StepTrainer):
             "config": self.config.model_dump(mode="json"),
             "stop_token_ids": list(self.source.stop_token_ids),
             "date": self.source.date,
+            "base": self._base,
         }
 
     @property

@@ -108,4 +108,5 @@ def _initial(
     if not pairs.by_columns:
         return whole
     axis = shard_axis(one.row, ranks)
-    return whole.chunk(axis.size, 1)[axis.rank]
+    # A view would keep all of it in memory.
+    return whole.chunk(axis.size, 1)[axis.rank].contiguous()

@@ -28,7 +28,6 @@ from vapo_megatron.weights.parameters import local_parameters
 from vapo_megatron.weights.peft_files import (
     PREFIX,
     WEIGHTS_FILE,
-    check_adapters,
     wanted_tensors,
     write_peft_config,
 )
@@ -61,12 +60,12 @@ def load_adapters(
     ranks: Ranks,
     lora: LoraConfig,
 ) -> None:
-    """Copy this rank's part of a PEFT directory into its chunks' adapters.
+    """Copy this rank's part of a PEFT directory, which check_adapters has accepted.
 
-    Raises:
-        CheckpointError: before anything is copied; see check_adapters.
+    Args:
+        chunks: whose adapters are filled.
+        directory: with the matrices of lora.targets.
     """
-    check_adapters(directory, shape, lora)
     used, sizes = wanted_tensors(shape, lora), adapter_tensors(shape, lora)
     reader = _Reader(directory, {name: size for name, size in sizes.items() if name not in used})
     for parameter in local_parameters(chunks, shape, "actor", lora):

@@ -5,17 +5,24 @@ peft.py fills them, and reads them, where the adapters are on several ranks.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from vapo_megatron.config.lora import LoraConfig
 from vapo_megatron.errors import CheckpointError
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.weights.adapter_table import adapter_tensors, target_of, targets_of
+from vapo_megatron.weights.convert.sharded_files import is_distributed_checkpoint
 from vapo_megatron.weights.hf_reader import DTYPES, HfReader
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+BASE_FILE = "base.json"
+"""Of ours: the directory of the base model, and a digest of it."""
+_SAMPLED = 256
 PREFIX = "base_model.model."
 """Before the names of matrices in a file."""
 _PLAIN = {
@@ -49,8 +56,13 @@ def read_peft_config(directory: str | Path) -> dict[str, Any]:
     return config
 
 
-def check_adapters(directory: str | Path, shape: ModelShape, lora: LoraConfig) -> None:
+def check_adapters(
+    directory: str | Path, shape: ModelShape, lora: LoraConfig, base: str | Path
+) -> None:
     """Check from config and header that load_adapters can load a PEFT directory.
+
+    Args:
+        base: model.hf_path.
 
     Raises:
         CheckpointError: names the file, what was expected and what was found.
@@ -64,6 +76,7 @@ def check_adapters(directory: str | Path, shape: ModelShape, lora: LoraConfig) -
                 f"model.lora.path={directory}: its {name} is {config.get(name)}, which "
                 f"model.lora.{field}={value:g} must equal; set {field}={config.get(name)}"
             )
+    _check_base(directory, base)
     reader, targets = HfReader(directory, WEIGHTS_FILE), targets_of(shape, lora)
     expected = {PREFIX + n: s for n, s in wanted_tensors(shape, lora).items()}
     present = set(reader.names())
@@ -112,6 +125,43 @@ def peft_config(shape: ModelShape, lora: LoraConfig, base: str | Path) -> dict[s
 def write_peft_config(
     directory: Path, shape: ModelShape, lora: LoraConfig, base: str | Path
 ) -> None:
-    """Write adapter_config.json; base: the base model's directory, which it names."""
+    """Write adapter_config.json, and which weights the adapters are of.
+
+    Args:
+        base: the base model's directory, which adapter_config.json names.
+    """
     text = json.dumps(peft_config(shape, lora, base), indent=2)
     (directory / CONFIG_FILE).write_text(text + "\n")
+    noted = {"directory": str(base), "digest": base_digest(base)}
+    (directory / BASE_FILE).write_text(json.dumps(noted) + "\n")
+
+
+def base_digest(directory: str | Path) -> str | None:
+    """Return a digest that other weights of the same sizes do not have; None: of no HF directory.
+
+    Of the names, shapes and types of some hundred tensors, and of their first rows.
+    """
+    if is_distributed_checkpoint(directory):
+        return None
+    reader, digest = HfReader(directory), hashlib.sha256()
+    names = sorted(reader.names())
+    for name in names[:: max(1, len(names) // _SAMPLED)]:
+        row = reader.read(name, 0, 0, 1).contiguous()
+        digest.update(f"{name} {reader.shape(name)} {reader.dtype(name)}".encode())
+        digest.update(row.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _check_base(directory: str | Path, base: str | Path) -> None:
+    """Refuse adapters that were trained on other weights, where that is known."""
+    try:
+        known = json.loads(Path(directory, BASE_FILE).read_bytes())
+        before = str(known["digest"]), known["directory"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return
+    now = base_digest(base)
+    if known["digest"] is not None and now is not None and before[0] != now:
+        raise CheckpointError(
+            f"model.lora.path={directory} has adapters of {before[1]}, whose weights are not those "
+            f"of model.hf_path={base}; set hf_path to their base model"
+        )

@@ -24,7 +24,7 @@ def check_weights(config: VapoConfig, shape: ModelShape) -> None:
         if path is not None:
             _check_files(role, field, path, shape)
     if (lora := config.model.lora).path is not None:
-        check_adapters(lora.path, shape, lora)
+        check_adapters(lora.path, shape, lora, str(config.model.hf_path))
 
 
 def check_reward_model(config: VapoConfig, inputs: Inputs) -> None:

@@ -101,6 +101,25 @@ def load_run(directory: Path, models: Mapping[str, TrainedModel]) -> tuple[int, 
     return content["step"], content["run"]
 
 
+def check_base(directory: Path, before: str | None, now: str | None, hf_path: str) -> None:
+    """Refuse to go on with adapters on other weights than those that they were trained on.
+
+    Args:
+        directory: the run's checkpoint.
+        before, now: digests of the weights, see base_digest; None: there are no adapters, or it is
+            not known.
+        hf_path: model.hf_path.
+
+    Raises:
+        CheckpointError: on every rank.
+    """
+    if before is not None and now is not None and before != now:
+        raise CheckpointError(
+            f"model.hf_path={hf_path} has other weights than those that the adapters in "
+            f"{directory} were trained on; set it to the base model that the run began with"
+        )
+
+
 def changed_settings(state: Mapping[str, Any], config: VapoConfig) -> list[str]:
     """Return "section.field: old -> new" of each field that differs from the checkpoint's.
 
