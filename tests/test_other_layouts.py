@@ -43,7 +43,7 @@ VOCABULARIES = ("embedding", "output_layer", "embed_tokens", "lm_head")
 FEW = ("TP1", "DP2")
 OPTIMIZERS = {
     "distributed": (True, "adamw"), "whole": (False, "adamw"), "dion": (True, "dion"),
-    "muon": (True, "muon"),
+    "muon": (True, "muon"), "adapters": (True, "adamw"), "adapters, whole": (False, "adamw"),
 }  # fmt: skip
 """Name: is it megatron-core's distributed optimizer, and what updates matrices?"""
 
@@ -92,10 +92,13 @@ def fit(hf, run_dir, layout, optimizer, resumes=False):
 
     world_size, tp_size, pp_size, *ep_size = layout
     distributed, method = OPTIMIZERS[optimizer]
+    has_adapters = optimizer.startswith("adapters")
+    start = {"critic_hf_path": str(hf.parent / "reward_model")}
+    if has_adapters:
+        # The critic shares the actor's weights; B is 0 at first, and A learns after it.
+        start = {"lora": {"rank": 4, "alpha": 16}}
     tree = {
-        "model": {
-            "make_vocab_size_divisible_by": 64, "critic_hf_path": str(hf.parent / "reward_model"),
-        },
+        "model": {"make_vocab_size_divisible_by": 64, **start},
         # One update of each role a step: its row has the loss before that update.
         "algorithm": {
             "mini_batch_size": NUM_RESPONSES, "value_pretraining_steps": 1,
@@ -121,7 +124,8 @@ def fit(hf, run_dir, layout, optimizer, resumes=False):
         trainer(settings(hf, run_dir, **tree), source=Drawn) as made,
     ):
         made.fit()
-    assert reading.call_count == (0 if resumes else 2), "a checkpoint has all weights"
+    expected = 1 if has_adapters else 0 if resumes else 2
+    assert reading.call_count == expected, "a checkpoint has all weights, but for a frozen base"
 
 
 def rows(run_dir):
@@ -178,6 +182,17 @@ def straight_experts(request, workers, tmp_path_factory):
     return hf, root / "run", request.param
 
 
+@pytest.fixture(
+    scope="module", params=["adapters", pytest.param("adapters, whole", marks=pytest.mark.slow)]
+)
+def straight_adapters(request, workers, tmp_path_factory):
+    """The same of adapters, of TP2."""
+    root = tmp_path_factory.mktemp("adapters")
+    hf = write_tiny_hf(root / "hf", **MODEL)
+    workers.run(2, fit, hf, root / "run", (2, 2, 1), request.param)
+    return hf, root / "run", request.param
+
+
 def gone_on(workers, hf, run_dir, other, layout, optimizer):
     """Copy a run, and make the steps after the checkpoint once more."""
     shutil.copytree(run_dir, other)
@@ -199,6 +214,13 @@ def test_another_layout_goes_on_alike(layout, straight, workers, tmp_path):
 )
 def test_experts_go_on_alike_on_other_ranks(layout, straight_experts, workers, tmp_path):
     goes_on_alike(workers, *straight_experts, tmp_path / "run", OF_EXPERTS[layout])
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(n, marks=[] if n == "TP1" else pytest.mark.slow) for n in LAYOUTS]
+)
+def test_adapters_go_on_alike_on_other_ranks(layout, straight_adapters, workers, tmp_path):
+    goes_on_alike(workers, *straight_adapters, tmp_path / "run", LAYOUTS[layout])
 
 
 def goes_on_alike(workers, hf, run_dir, optimizer, place, layout):

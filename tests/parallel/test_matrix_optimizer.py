@@ -33,12 +33,13 @@ LAYOUTS = {
     "DP2": Layout(dp=2, split=HALVES),
     "DP2 overlap": Layout(dp=2, overlap=True, split=HALVES),
     "TP2 DP2": Layout(tp=2, dp=2, split=HALVES),
+    "CP2": Layout(cp=2, split=((ALL,),)),
 }
 
 
 CASES = [
     *((name, "dion", "actor", 2) for name in LAYOUTS),
-    *((name, "muon", "actor", 2) for name in ("one", "TP2", "VPP2", "TP2 DP2")),
+    *((name, "muon", "actor", 2) for name in ("one", "TP2", "VPP2", "TP2 DP2", "CP2")),
     *((name, "dion", "critic", 2) for name in ("one", "TP2 DP2")),
     # Ranks without a part of the keys or the values.
     *(("TP2", method, "actor", 1) for method in ("dion", "muon")),
@@ -179,7 +180,9 @@ def test_three_updates_equal_float64(hf_paths, workers, name, method, role, kv_h
     assert largest[False] < 2e-5, errors[False]
     # Replicas have the same bits.
     for rank, result in enumerate(results):
-        twin = rank % layout.tp + (rank // (layout.tp * layout.dp)) * layout.tp * layout.dp
+        # Context-parallel ranks hold the same parameters, too.
+        copies = layout.dp * layout.cp
+        twin = rank % layout.tp + (rank // (layout.tp * copies)) * layout.tp * copies
         for own, other in zip(result[3], results[twin][3], strict=True):
             assert torch.equal(own, other)
 

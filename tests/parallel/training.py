@@ -18,8 +18,10 @@ from vapo_megatron.data.batch import RolloutBatch
 from vapo_megatron.data.microbatch import make_microbatch
 from vapo_megatron.models.build import build_model, gather_hidden, output_weight
 from vapo_megatron.models.hf_config import read_model_shape
+from vapo_megatron.models.partition import microbatch_options
 from vapo_megatron.models.value_head import values_of
 from vapo_megatron.parallel import groups
+from vapo_megatron.parallel.context import gather_tokens
 from vapo_megatron.parallel.logprobs import linear_logprobs
 from vapo_megatron.parallel.optimizer import optimizer_step, set_learning_rate
 from vapo_megatron.parallel.reduce import sum_over_data_parallel
@@ -49,10 +51,11 @@ class Layout(NamedTuple):
     ep: int = 1
     split: tuple = ((ALL,),)
     """[data-parallel rank][microbatch][response]"""
+    cp: int = 1
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
 
 
 class Result(NamedTuple):
@@ -165,14 +168,16 @@ class Trained:
         self.chunks = wrap(self.model, config, role)
         self.optimizer = optimizer_of(self.chunks, self.model, self.shape, config, self.ranks, role)
         batch = make_batch(self.shape.vocab_size)
+        options = microbatch_options(config.model, config.parallel, self.ranks)
         self.microbatches = [
-            make_microbatch(select(batch, part), multiple_of=layout.tp if layout.sp else 1)
+            make_microbatch(select(batch, part), **options)
             for part in layout.split[self.ranks.dp_rank]
         ]
 
     def head(self, output, microbatch):
         if self.role == "critic":
-            return values_of(output)[microbatch.predicting]
+            values = values_of(output)[microbatch.predicting]
+            return gather_tokens(values, microbatch, self.ranks)
         hidden = gather_hidden(output, sequence_parallel=self.layout.sp)
         outputs = linear_logprobs(
             hidden[microbatch.predicting],
@@ -183,7 +188,7 @@ class Trained:
             temperature=TEMPERATURE,
             with_entropy=True,
         )
-        return torch.stack(outputs, -1)
+        return torch.stack([gather_tokens(x, microbatch, self.ranks) for x in outputs], -1)
 
     def loss(self, output, microbatch):
         outputs, batch = self.head(output, microbatch), microbatch.batch

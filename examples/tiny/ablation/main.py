@@ -24,6 +24,7 @@ from runner.curves import reached
 from runner.jobs import Job, finished, read_state
 from runner.tables import Cell, accuracies, cells, difference, each, markdown, mean
 
+from ablation import adapters
 from ablation import arms as own
 from vapo_megatron.data.storage import replace_file
 from vapo_megatron.errors import UserError
@@ -33,9 +34,18 @@ from vapo_megatron.run.report.comparison import build_comparison, table
 from vapo_megatron.run.report.html import escape
 
 KEYS = credit.arms.TABLES
+
+
+def _with_adapters(table: Table, actor_rate: float, critic_rate: float) -> Table:
+    arms, more_arms = adapters.arms(actor_rate, critic_rate, factor=3)
+    return dataclasses.replace(table, arms=arms, more_arms=more_arms)
+
+
 TABLES = {
     **own.TABLES, **KEYS,
     "keys_optimizers": dataclasses.replace(KEYS["keys"], arms=own.OPTIMIZERS, more_arms={}),
+    "lora": _with_adapters(own.SHORT, 5e-4, 5e-4),
+    "keys_lora": _with_adapters(KEYS["keys"], 2.5e-4, 5e-4),
 }  # fmt: skip
 """By form of the task, those of locks and keys included."""
 THRESHOLD = 0.5
@@ -89,6 +99,19 @@ UPDATES: dict[str, Cell] = {
     "critic's updates": mean(lambda rows: update_seconds(rows, "critic"), ".2f"),
 }
 """Seconds a step; of the tables of optimizers."""
+
+
+VALUES: dict[str, Cell] = {
+    "explained variance": mean(lambda rows: explained_variance(rows)),
+    "each seed's": each(lambda rows: explained_variance(rows)),
+}
+"""Of the critic's values, in the last five steps; of the tables of adapters."""
+
+
+def explained_variance(rows: Rows) -> float | None:
+    """Return its mean over the last five steps, before each one's updates."""
+    found = [row["critic/explained_variance"] for row in rows if "critic/explained_variance" in row]
+    return statistics.fmean(found[-5:]) if found else None
 
 
 def notes(form: str) -> list[str]:
@@ -174,7 +197,8 @@ def _write(root: Path, form: str, overrides: Sequence[str]) -> str:
         for name, of in done.items()
     }
     paper: dict[str, Cell] = {"paper": lambda _, name: arms[name].paper}
-    columns = {**COLUMNS, **(UPDATES if form.endswith("optimizers") else paper)}
+    more = {"optimizers": UPDATES, "lora": {**VALUES, **UPDATES}}
+    columns = {**COLUMNS, **more.get(form.removeprefix("keys_"), paper)}
     titles = {name: f"{arm.title} ({name})" for name, arm in arms.items()}
     of_arms = cells(titles, columns, runs)
     text = markdown(("arm", *columns), of_arms) + "".join(f"\n{note}\n" for note in told)

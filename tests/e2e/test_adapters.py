@@ -1,0 +1,249 @@
+"""Whole runs with adapters (LoRA): actor, critic and reference policy over one base, and vLLM.
+
+What the steps compute is held elsewhere (tests/distributed/test_adapters.py, tests/roles/test_base.py,
+tests/weights/reshard/test_adapters.py); here it goes through the command that users start. Minutes:
+
+    bash tests/run.sh tests/e2e/test_adapters.py -m slow
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.rollout.tiny_tokenizer import ANSWERS, write_tiny_tokenizer
+from tests.weights.peft_directory import load_with_peft, write_adapters
+from tests.weights.tiny_hf import write_tiny_hf
+from tests.whole_run import lines, write_problems
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMON = [
+    "parallel.sequence_parallel=true", "parallel.use_distributed_optimizer=true",
+    "algorithm.responses_per_step=32", "algorithm.mini_batch_size=16", "algorithm.kl_coef=0.05",
+    "algorithm.value_pretraining_steps=1", "rollout.max_response_tokens=32",
+    "rollout.verify_sync_every=1", "optimizer.actor_learning_rate=1e-2", "checkpoint.every_steps=2",
+    "evaluation.every_steps=2", "model.lora.rank=4",
+]  # fmt: skip
+MERGED = ["parallel.offload=true", "rollout.tensor_model_parallel_size=2"]
+APART = ["parallel.offload=false", "rollout.adapter_sync=adapter"]
+OTHERS = [
+    "rollout.placement=disaggregated", "rollout.num_processes=1", "rollout.lag=1",
+    "rollout.adapter_sync=adapter", "rollout.max_logprob_difference=null",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    root = tmp_path_factory.mktemp("adapters")
+    sizes = dict(num_layers=2, hidden=64, heads=2, kv_heads=2, ffn=96, vocab=64, head_dim=32)
+    hf = write_tiny_hf(root / "hf", family="qwen3", **sizes)
+    write_tiny_tokenizer(hf, 64, last=ANSWERS)
+    write_problems(root / "train.jsonl", range(40))
+    write_problems(root / "test.jsonl", range(8))
+    return root
+
+
+def command(inputs, run_dir, steps, *overrides):
+    """A run of so many policy steps."""
+    return [
+        sys.executable, "-m", "vapo_megatron", "train", "--config", "examples/configs/tiny.yaml",
+        f"model.hf_path={inputs}/hf", f"data.train_path={inputs}/train.jsonl",
+        f"evaluation.path={inputs}/test.jsonl", f"logging.run_dir={run_dir}",
+        f"algorithm.policy_steps={steps}", *COMMON, *overrides,
+    ]  # fmt: skip
+
+
+def finish(words):
+    return subprocess.run(
+        words, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
+        text=True, timeout=500,
+    )  # fmt: skip
+
+
+def train(inputs, run_dir, steps, *overrides):
+    """Train for so many policy steps; return the rows, by step."""
+    done = finish(command(inputs, run_dir, steps, *overrides))
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return {row["step"]: row for row in lines(run_dir / "metrics.jsonl")}
+
+
+def lasting(row):
+    """What of a row does not depend on the machine."""
+    rooms = ("actor/", "critic/", "algorithm/", "reward/", "rollout/length", "evaluation/")
+    return {name: value for name, value in row.items() if name.startswith(rooms)}
+
+
+@pytest.fixture(scope="module")
+def whole(inputs, tmp_path_factory):
+    """(Run directory, its rows): offloaded, adapters merged into the weights that vLLM gets."""
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    return run_dir, train(inputs, run_dir, 3, *MERGED)
+
+
+@pytest.mark.slow
+def test_sampler_trainer_and_update_agree(whole):
+    for step in (2, 3, 4):
+        row = whole[1][step]
+        assert 0 < row["rollout/logprob_diff_max"] < 1e-4, "sampler and trainer"
+        assert row["actor/first_ratio_diff_max"] < 1e-6, "the update and the pass before it"
+        # B is 0 at first, and the reference policy has no adapters.
+        assert (row["actor/reference_kl"] > 1e-4) == (step > 2)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_bit_for_bit_and_exports_for_transformers_and_peft(whole, inputs, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    train(inputs, tmp_path / "again", 1, *MERGED)
+    again = train(inputs, tmp_path / "again", 3, *MERGED)
+    for step in (3, 4):
+        assert lasting(again[step]) == lasting(whole[1][step])
+    name = "adapter_export/adapter_model.safetensors"
+    first, second = (load_file(run / name) for run in (whole[0], tmp_path / "again"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+    merged = AutoModelForCausalLM.from_pretrained(whole[0] / "hf_export", dtype=torch.float32)
+    adapted = load_with_peft(inputs / "hf", whole[0] / "adapter_export")
+    base = AutoModelForCausalLM.from_pretrained(inputs / "hf", dtype=torch.float32)
+    ids = torch.arange(5, 45)[None]
+    with torch.no_grad():
+        logits = [model(ids).logits for model in (merged, adapted, base)]
+    assert (logits[0] - logits[1]).abs().max() < 1e-5 < (logits[0] - logits[2]).abs().max()
+
+
+@pytest.mark.slow
+def test_both_ways_of_the_sync_train_alike(whole, inputs, tmp_path):
+    apart = train(inputs, tmp_path / "apart", 3, *APART)
+    adapters = sum(t.nbytes for t in load_file(
+        whole[0] / "adapter_export/adapter_model.safetensors").values())  # fmt: skip
+    for step in (2, 3, 4):
+        assert apart[step]["rollout/logprob_diff_max"] < 1e-4
+        # Each of two ranks lacks half of what is cut.
+        assert apart[step]["sync/received_bytes"] < adapters
+        assert apart[step]["sync/received_bytes"] < whole[1][step]["sync/received_bytes"] / 5
+        # The same responses but for a token whose two best scores rounding turns round.
+        for name in ("actor/grad_norm", "critic/loss"):
+            assert apart[step][name] == pytest.approx(whole[1][step][name], rel=0.2)
+
+
+@pytest.mark.slow
+def test_a_killed_run_with_lag_goes_on(inputs, tmp_path):
+    straight = train(inputs, tmp_path / "straight", 4, *OTHERS)
+    words = command(inputs, tmp_path / "killed", 4, *OTHERS)
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        words, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )  # fmt: skip
+    latest = tmp_path / "killed/checkpoints/latest"
+    while not latest.exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    rows = train(inputs, tmp_path / "killed", 4, *OTHERS)
+    assert rows.keys() == straight.keys()
+    for step in rows:
+        assert lasting(rows[step]) == lasting(straight[step]), step
+
+
+@pytest.mark.slow
+def test_evaluation_reads_the_export(whole, inputs, tmp_path):
+    out = tmp_path / "evaluation"
+    done = finish(
+        [
+            sys.executable, "-m", "vapo_megatron", "evaluate", "--config", str(whole[0] / "config.yaml"),
+            f"model.hf_path={whole[0]}/hf_export", "model.lora.rank=null",
+            f"logging.run_dir={out}", "parallel.world_size=1",
+            "parallel.tensor_model_parallel_size=1", "parallel.sequence_parallel=false",
+            "rollout.tensor_model_parallel_size=1",
+        ]
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_converts_to_a_peft_directory(whole, inputs, tmp_path):
+    checkpoint = whole[0] / "checkpoints/step_000004"
+    words = [sys.executable, "-m", "vapo_megatron", "convert", "to-hf", "--hf", f"{inputs}/hf"]
+    done = finish([*words, "--megatron", f"{checkpoint}/actor", "--out", f"{tmp_path}/peft"])
+    assert done.returncode == 0, done.stderr
+    first, second = (
+        load_file(path / "adapter_model.safetensors")
+        for path in (whole[0] / "adapter_export", tmp_path / "peft")
+    )
+    assert first.keys() == second.keys()
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+    done = finish([*words, "--megatron", f"{checkpoint}/critic", "--out", f"{tmp_path}/critic"])
+    assert done.returncode == 2 and "a critic's adapters" in done.stderr
+    assert "Traceback" not in done.stderr and not (tmp_path / "critic").exists()
+
+
+@pytest.mark.slow
+def test_a_run_starts_from_a_peft_directory(inputs, tmp_path):
+    adapter = write_adapters(inputs / "hf", tmp_path / "adapter")
+    settings = ["model.lora.alpha=6", f"model.lora.path={adapter}"]
+    rows = train(inputs, tmp_path / "run", 1, *APART, *settings)
+    # The reference policy has the same adapters.
+    assert rows[2]["actor/reference_kl"] == 0
+    assert rows[2]["rollout/logprob_diff_max"] < 1e-4
+
+
+def refused(inputs, tmp_path, *overrides, run="run"):
+    """What a run that must not start says, in one line."""
+    done = finish(command(inputs, tmp_path / run, 1, "--dry-run", *overrides))
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr[-2000:]
+    (line,) = [line for line in done.stderr.splitlines() if "error" in line]
+    return line
+
+
+@pytest.mark.slow
+def test_mistakes_are_told_in_one_line(whole, inputs, tmp_path):
+    def told(*overrides, run="run"):
+        return refused(inputs, tmp_path, *overrides, run=run)
+
+    assert "model.lora.rank=0 must be greater than or equal to 1" in told("model.lora.rank=0")
+    assert "model.lora.targets[0]='qkv' must be 'q_proj'" in told("model.lora.targets=[qkv]")
+    full = ["model.lora.rank=null"]
+    shutil.copytree(whole[0], tmp_path / "adapters")
+    line = told(*full, run="adapters")
+    assert "holds adapters of the actor, which model.lora.rank=null does not train" in line
+    assert "expected shape [8, 64], found [4, 64]" in told("model.lora.rank=8", run="adapters")
+    train(inputs, tmp_path / "full", 1, *full)
+    line = told(run="full")
+    assert "holds whole weights of the actor, which model.lora.rank=4 does not train" in line
+    # Adapters of other weights of the same shape.
+    other = tmp_path / "other"
+    shutil.copytree(inputs / "hf", other)
+    weights = {n: t * 1.01 for n, t in load_file(other / "model.safetensors").items()}
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    settings = ["model.lora.alpha=32", f"model.lora.path={whole[0]}/adapter_export"]
+    assert "lora_alpha" not in told("model.lora.targets=[q_proj]", *settings)
+    line = told(*settings, f"model.hf_path={other}")
+    assert f"has adapters of {inputs}/hf, whose weights are not those of model.hf_path" in line
+    line = told("model.lora.rank=8", *settings)
+    assert "its r is 4, which model.lora.rank=8 must equal; set rank=4" in line
+
+
+@pytest.mark.slow
+def test_another_base_is_refused_by_a_resumed_run(whole, inputs, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(inputs / "hf", other)
+    weights = {n: t * 1.01 for n, t in load_file(other / "model.safetensors").items()}
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    shutil.copytree(whole[0], tmp_path / "run")
+    done = finish(command(inputs, tmp_path / "run", 5, *MERGED, f"model.hf_path={other}"))
+    assert (
+        done.returncode != 0 and "has other weights than those that the adapters in" in done.stderr
+    )
+    assert (
+        json.loads((tmp_path / "run/checkpoints/step_000004/state.json").read_text())["step"] == 4
+    )
