@@ -242,7 +242,9 @@ def goes_on_alike(workers, hf, run_dir, optimizer, place, layout):
             float((tensor - t[name]).norm() / tensor.norm()) for t in (again, before)
         )
         # Weak columns of a basis are brought to the norm of the others, and their rounding too.
-        assert distance < TOLERANCE * (10 if ".basis." in name else 1), (name, distance)
+        # What reaches an A through the few columns of B is a small sum of large terms.
+        allowed = 10 if ".basis." in name else 2 if "_adapter.A." in name else 1
+        assert distance < TOLERANCE * allowed, (name, distance)
         assert moved > 100 * TOLERANCE or name == "critic output_layer.bias", (name, moved)
 
 

@@ -1,7 +1,8 @@
 """Whole runs with adapters (LoRA): actor, critic and reference policy over one base, and vLLM.
 
-What the steps compute is held elsewhere (tests/distributed/test_adapters.py, tests/roles/test_base.py,
-tests/weights/reshard/test_adapters.py); here it goes through the command that users start. Minutes:
+What the steps compute is held elsewhere (test_adapters.py of tests/distributed and of
+tests/weights/reshard, tests/roles/test_base.py); here it goes through the command that users start.
+Minutes:
 
     bash tests/run.sh tests/e2e/test_adapters.py -m slow
 """
@@ -94,8 +95,9 @@ def test_sampler_trainer_and_update_agree(whole):
         row = whole[1][step]
         assert 0 < row["rollout/logprob_diff_max"] < 1e-4, "sampler and trainer"
         assert row["actor/first_ratio_diff_max"] < 1e-6, "the update and the pass before it"
-        # B is 0 at first, and the reference policy has no adapters.
-        assert (row["actor/reference_kl"] > 1e-4) == (step > 2)
+    # The reference policy has no adapters, and the policy leaves it.
+    distances = [whole[1][step]["actor/reference_kl"] for step in (2, 3, 4)]
+    assert 1e-3 < distances[0] < distances[1] < distances[2]
 
 
 @pytest.mark.slow
@@ -128,7 +130,8 @@ def test_both_ways_of_the_sync_train_alike(whole, inputs, tmp_path):
         assert apart[step]["rollout/logprob_diff_max"] < 1e-4
         # Each of two ranks lacks half of what is cut.
         assert apart[step]["sync/received_bytes"] < adapters
-        assert apart[step]["sync/received_bytes"] < whole[1][step]["sync/received_bytes"] / 5
+        weights = (inputs / "hf/model.safetensors").stat().st_size
+        assert 0 < apart[step]["sync/received_bytes"] < weights / 10
         # The same responses but for a token whose two best scores rounding turns round.
         for name in ("actor/grad_norm", "critic/loss"):
             assert apart[step][name] == pytest.approx(whole[1][step][name], rel=0.2)
@@ -156,18 +159,17 @@ def test_a_killed_run_with_lag_goes_on(inputs, tmp_path):
 
 
 @pytest.mark.slow
-def test_evaluation_reads_the_export(whole, inputs, tmp_path):
-    out = tmp_path / "evaluation"
-    done = finish(
-        [
-            sys.executable, "-m", "vapo_megatron", "evaluate", "--config", str(whole[0] / "config.yaml"),
-            f"model.hf_path={whole[0]}/hf_export", "model.lora.rank=null",
-            f"logging.run_dir={out}", "parallel.world_size=1",
-            "parallel.tensor_model_parallel_size=1", "parallel.sequence_parallel=false",
-            "rollout.tensor_model_parallel_size=1",
-        ]
-    )  # fmt: skip
+def test_the_export_is_evaluated_as_the_run_was(whole, inputs, tmp_path):
+    out = tmp_path / "responses.jsonl"
+    done = finish([
+        sys.executable, "-m", "vapo_megatron", "evaluate", "--checkpoint",
+        str(whole[0] / "hf_export"), "--data", f"{inputs}/test.jsonl", "--out", str(out),
+        "--samples", "2", "model.dtype=float32", "rollout.max_prompt_tokens=16",
+        "rollout.max_response_tokens=24", "rollout.kv_cache_bytes=16777216", "reward.num_workers=1",
+    ])  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    _, *rows = map(json.loads, out.read_text().splitlines())
+    assert len(rows) == 8 and all(len(row["responses"]) == 2 for row in rows)
 
 
 @pytest.mark.slow
@@ -191,9 +193,11 @@ def test_a_checkpoint_converts_to_a_peft_directory(whole, inputs, tmp_path):
 def test_a_run_starts_from_a_peft_directory(inputs, tmp_path):
     adapter = write_adapters(inputs / "hf", tmp_path / "adapter")
     settings = ["model.lora.alpha=6", f"model.lora.path={adapter}"]
+    # One update, whose gradient is of the first policy.
+    settings += ["algorithm.mini_batch_size=32"]
     rows = train(inputs, tmp_path / "run", 1, *APART, *settings)
     # The reference policy has the same adapters.
-    assert rows[2]["actor/reference_kl"] == 0
+    assert abs(rows[2]["actor/reference_kl"]) < 1e-6
     assert rows[2]["rollout/logprob_diff_max"] < 1e-4
 
 
@@ -216,7 +220,8 @@ def test_mistakes_are_told_in_one_line(whole, inputs, tmp_path):
     shutil.copytree(whole[0], tmp_path / "adapters")
     line = told(*full, run="adapters")
     assert "holds adapters of the actor, which model.lora.rank=null does not train" in line
-    assert "expected shape [8, 64], found [4, 64]" in told("model.lora.rank=8", run="adapters")
+    line = told("model.lora.rank=8", run="adapters")
+    assert "holds adapters of rank 4, which model.lora.rank=8 must equal; set it to 4" in line
     train(inputs, tmp_path / "full", 1, *full)
     line = told(run="full")
     assert "holds whole weights of the actor, which model.lora.rank=4 does not train" in line

@@ -11,6 +11,7 @@ mini-batches, microbatches and losses. Further updates are left out.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -29,8 +30,9 @@ from vapo_megatron.parallel.gradient_buffers import wait_for_parameters
 from vapo_megatron.parallel.optimizer import optimizer_step, set_learning_rate
 from vapo_megatron.rollout.inputs import Inputs
 from vapo_megatron.rollout.replay import check_dump
+from vapo_megatron.weights.adapter_table import adapter_tensors
 from vapo_megatron.weights.gather import full_gradients
-from vapo_megatron.weights.table import hf_tensors
+from vapo_megatron.weights.table import VALUE_HEAD, hf_tensors
 
 if TYPE_CHECKING:
     from vapo_megatron.roles.placed import PlacedModel
@@ -174,15 +176,22 @@ def _make_update(placed: PlacedModel) -> None:
 def _write(trainer: StepTrainer, role: str, path: Path, step: int, loss: float) -> None:
     """Write a role's gradients, whose loss over a mini-batch is given."""
     ranks = trainer.ranks
-    gradients = full_gradients(
-        getattr(trainer, role).placed.chunks, trainer.shape, ranks, role
-    )  # fmt: skip
+    chunks, shape = getattr(trainer, role).placed.chunks, trainer.shape
+    lora = trainer.config.model.lora
+    gradients = full_gradients(chunks, shape, ranks, role)
+    written = hf_tensors(shape, role)
+    if lora.of(role):
+        # What is frozen has no gradient: of that a critic's value head alone is left.
+        written = {n: size for n, size in written.items() if n == VALUE_HEAD}
+        head = (pair for pair in gradients if pair[0] in written)
+        written |= adapter_tensors(shape, lora)
+        gradients = itertools.chain(head, full_gradients(chunks, shape, ranks, role, lora=lora))
     if ranks.rank == 0:
         layout = f"TP{ranks.tp_size} PP{ranks.pp_size} VPP{ranks.vpp_size} DP{ranks.dp_size}"
         layout += f" CP{ranks.cp_size}" * (ranks.cp_size > 1)
         metadata = {"layout": layout, "step": str(step), "loss": f"{loss:.9g}"}
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write_streamed(path, hf_tensors(trainer.shape, role), gradients, metadata)
+        _write_streamed(path, written, gradients, metadata)
     for _ in gradients:  # every rank takes all of them
         pass
 

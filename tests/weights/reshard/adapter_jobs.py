@@ -50,21 +50,27 @@ def published(
         load_adapters(actor.placed.model, shape, directory, ranks, config.model.lora)
         metrics = sync.publish(actor.placed.chunks, version)
         found["received"].append(metrics["sync/received_bytes"])
-        engine.keeps_rollouts = True  # On each rank, to compare.
-        rollouts = engine_jobs.generate(
-            engine, ask, 1, 1, engine_jobs.settings(0, limit=12), version
-        )
-        found["sampled"].append(
-            [(r.prompt.token_ids, tuple(r.token_ids), tuple(r.logprobs)) for r in rollouts]
-        )
+        found["sampled"].append(_sampled(engine, ask, version))
     source = (actor.placed.chunks, shape, ranks)
     export_hf(*source, tmp / "merged", copy_from=base)
     export_adapters(*source, tmp / "exported", base, config.model.lora, step=3)
+    if how == "adapter":
+        # vLLM reads the directory itself, where it has no adapter of that number.
+        from vllm.lora.request import LoRARequest
+
+        engine._adapter.request = LoRARequest("exported", 2, str(tmp / "exported"))
+        found["read"] = _sampled(engine, ask, version)
     found["ends"] = engine_jobs.error_of(_damage, engine, sync, actor.placed.chunks)
     groups.destroy()
     engine.shutdown()
     dist.barrier()
     return found
+
+
+def _sampled(engine: Any, ask: list, version: int) -> list:
+    engine.keeps_rollouts = True  # On each rank, to compare.
+    rollouts = engine_jobs.generate(engine, ask, 1, 1, engine_jobs.settings(0, limit=12), version)
+    return [(r.prompt.token_ids, tuple(r.token_ids), tuple(r.logprobs)) for r in rollouts]
 
 
 def _damage(engine: Any, sync: Any, chunks: list[torch.nn.Module]) -> None:

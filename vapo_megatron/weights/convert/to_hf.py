@@ -200,6 +200,11 @@ def has_adapters(reader: ShardedReader) -> bool:
     return any(f"{ADAPTER}." in key for key in reader.tensors)
 
 
+def _rank_of(reader: ShardedReader) -> int:
+    """Return the rank of a checkpoint's adapters."""
+    return next(reader.shape(key)[-1] for key in reader.tensors if key.endswith(f"{ADAPTER}.B"))
+
+
 def check_tensors(
     reader: ShardedReader, shape: ModelShape, role: str, lora: LoraConfig | None = None
 ) -> list[ShardedTensor]:
@@ -222,6 +227,11 @@ def check_tensors(
         raise CheckpointError(
             f"{reader.directory} holds {held} of the {role}, which model.lora.rank={asked} does "
             "not train; use the settings of the run that wrote it"
+        )
+    if lora is not None and (rank := _rank_of(reader)) != lora.rank:
+        raise CheckpointError(
+            f"{reader.directory} holds adapters of rank {rank}, which model.lora.rank={lora.rank} "
+            f"must equal; set it to {rank}"
         )
     found = {key for key in reader.tensors if is_of_model(key)}
     if role == "critic" and checkpoint_role(reader) == "actor":
