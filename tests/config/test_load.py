@@ -240,6 +240,22 @@ model.fp8=e4m3  model.layer_spec=local
     fp8=e4m3 | layer_spec=local | auto
 model.fp8=hybrid  optimizer.actor_method=dion
     fp8=hybrid | null | optimizer.actor_method=dion | adamw
+model.lora.targets=[q_proj]
+    model.lora.targets=['q_proj'] needs model.lora.rank, found null | targets=null
+model.lora.path=adapters
+    model.lora.path=adapters needs model.lora.rank, found null | path=null
+rollout.adapter_sync=adapter
+    rollout.adapter_sync=adapter needs adapters of the actor | rank=null | adapter_sync=merged
+rollout.adapter_sync=adapter  model.lora.rank=8  model.lora.roles=[critic]
+    rollout.adapter_sync=adapter | rank=8 | roles=['critic'] | adapter_sync=merged
+model.lora.rank=8  optimizer.critic_method=muon
+    optimizer.critic_method=muon must be adamw | model.lora.rank=8 | rank=null
+model.lora.rank=8  model.lora.path=adapters  model.lora.roles=[critic]
+    model.lora.path=adapters | roles=['critic'] | path=null
+model.lora.rank=8  algorithm.freeze_critic_attention=true
+    algorithm.freeze_critic_attention=true must be false | model.lora.targets
+model.lora.rank=8  model.critic_hf_path=other
+    model.critic_hf_path=other must be null | share_base=true | share_base=false
 model.layer_spec=transformer_engine  model.dtype=float32
     layer_spec=transformer_engine | found float32 | layer_spec=local
 algorithm.dynamic_sampling=true  algorithm.group_size=1
