@@ -101,9 +101,11 @@ RUNS = (
     Run("python examples/tiny/credit/train.py", by="tests/examples/test_keys.py"),
     Run("bash examples/run_vapo_qwen3_30b_a3b.sh --", is_quick=True, shows="world_size: 16\n"),
     Run("bash examples/run_vapo_qwen32b.sh --", is_quick=True, shows="world_size: 128\n"),
+    Run("bash examples/run_vapo_qwen32b_lora.sh --", is_quick=True, shows="world_size: 8\n"),
     Run("NNODES=16", LARGE_RUN, shows="done: runs/qwen2.5_32b/report.html"),
     Run("torchrun --nnodes 16", LARGE_RUN, shows="resumed"),
     Run(_TRAIN + "logging.run_dir=runs/tiny/mine", TINY_RUN, shows="done: runs/tiny/mine"),
+    Run(_TRAIN + "model.lora.rank=8", TINY_RUN, shows="done: runs/tiny/lora"),
     Run(
         _TRAIN + "--config dapo",
         (*SIZES, "algorithm.value_pretraining_steps=0", "algorithm.policy_steps=1"),

@@ -21,7 +21,14 @@ import pytest
 from tests.rollout.vllm.source import Source, is_vllms
 from vapo_megatron.config import RolloutConfig
 from vapo_megatron.rollout.vllm.arguments import engine_arguments
-from vapo_megatron.rollout.vllm.interface import BUILT, BUILT_FOR_ROUTES, ROUTES, SUPPORTED, TABLE
+from vapo_megatron.rollout.vllm.interface import (
+    ADAPTERS,
+    BUILT,
+    BUILT_FOR_ROUTES,
+    ROUTES,
+    SUPPORTED,
+    TABLE,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 READERS = [
@@ -29,7 +36,7 @@ READERS = [
     *(ROOT / "tools/smoke").glob("*.py"),
 ]
 V1, V2 = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"
-EVERY = (*TABLE, *ROUTES)
+EVERY = (*TABLE, *ROUTES, *ADAPTERS)
 LAST = {row.name.rpartition(".")[2] for row in EVERY}
 TAKES = {
     row.name: {name for other in EVERY if other.name == row.name for name in other.takes}

@@ -48,12 +48,10 @@ def complete(
         more: asked for requests at the start, and whenever some have ended: how many it has room
             for beyond those that run. All there are, or none if there will be no more.
         keep: takes number and completion.
-        on_progress, has_time: see RolloutEngine.run.
+        on_progress, has_time: see RolloutEngine.run; waiting, back: see requests.Waiting.
         is_enough: asked after every token; the same on all ranks of the replica.
-        waiting, back: see requests.Waiting.
-        at_once: responses that there is room for.
-        expected: number of requests, to show.
-        lora_request: the adapter that all of them are computed with.
+        at_once, expected: responses that there is room for; number of requests, to show.
+        lora_request: the adapter of all of them.
 
     Returns:
         What there is of those that are interrupted because it is enough, by number.
@@ -66,10 +64,9 @@ def complete(
     between_turns = 1 if alone else TOKENS_BETWEEN_TURNS
 
     def begin(asked: Sequence[Asked]) -> None:
-        for number, token_ids, parameters in asked:
+        for number, ids, how in asked:
             running.add(str(number))
-            prompt = tokens_input(list(token_ids))
-            engine.add_request(str(number), prompt, parameters, lora_request=lora_request)
+            engine.add_request(str(number), tokens_input([*ids]), how, lora_request=lora_request)
 
     try:
         begin(more(at_once))
