@@ -20,6 +20,7 @@ import pytest
 
 from tests.rollout.vllm.source import Source, is_vllms
 from vapo_megatron.config import RolloutConfig
+from vapo_megatron.config.lora import LoraConfig
 from vapo_megatron.rollout.vllm.arguments import engine_arguments
 from vapo_megatron.rollout.vllm.interface import (
     ADAPTERS,
@@ -217,6 +218,7 @@ def test_the_table_has_the_engines_arguments_and_the_environments_names(monkeypa
             offload=True,
             on_cpu=False,
             returns_routes=True,
+            adapters=LoraConfig(rank=8),
         )
     )
     assert keys == TAKES["vllm.engine.arg_utils:EngineArgs"]

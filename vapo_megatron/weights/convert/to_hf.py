@@ -105,12 +105,10 @@ def convert_to_hf(
         # transformers' TokenClassification has a bias; zero where the checkpoint has none.
         class_name = architecture(read_config(source), shape.family, role)
         if class_name.endswith("TokenClassification"):
-            plan = TensorPlan(VALUE_HEAD_BIAS, (1,), reader.dtype(_HEAD_KEY))
-            items.append(_Item(plan, None))
+            items.append(_Item(TensorPlan(VALUE_HEAD_BIAS, (1,), reader.dtype(_HEAD_KEY)), None))
     if info.get("tied_output"):  # The original file had an output matrix, too.
-        (embedding,) = [i for i in items if i.plan.name == EMBEDDING]
-        plan = dataclasses.replace(embedding.plan, name=OUTPUT)
-        items.append(dataclasses.replace(embedding, plan=plan))
+        (one,) = [i for i in items if i.plan.name == EMBEDDING]
+        items.append(dataclasses.replace(one, plan=dataclasses.replace(one.plan, name=OUTPUT)))
     # Wider types first: the safetensors reader needs each tensor aligned to its type.
     items.sort(key=lambda item: -item.plan.dtype.itemsize)
     contents = divide(items, lambda item: item.plan.num_bytes, max_file_bytes)
