@@ -111,14 +111,14 @@ def leaves(tree, prefix=""):
 
 
 def test_a_file_sets_only_what_differs_from_what_is_under_it():
-    of_all = [*map(overlay, SIZES), CONFIGS / "qwen3_30b_a3b.yaml"]
+    of_all = [*map(overlay, [*SIZES, "32b_lora"]), CONFIGS / "qwen3_30b_a3b.yaml"]
     for file, under in ((BASE, []), *((file, BASE) for file in of_all)):
         before = dict(leaves(load_config(under).model_dump()))
         for name, value in leaves(yaml.safe_load(file.read_text())):
             assert before[name] != value, f"{file.name} sets {name} to what it is without it"
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [*SIZES, "32b_lora"])
 def test_a_recipes_longest_response_fits_a_microbatch(size):
     c = load_config([BASE, overlay(size)])
     longest = c.rollout.max_prompt_tokens + c.rollout.max_response_tokens
@@ -135,6 +135,25 @@ def test_the_recipes_are_one_script():
 
     assert text("32b") == text("7b") == text("0.5b")
     assert text("32b").count("SIZE") == 3 and "MODEL, on MACHINE" in text("32b")
+    with_adapters = recipe("32b_lora").read_text().replace("32b_lora", "32b")
+    machine = "Qwen2.5-32B with adapters (LoRA), on one node of 8 H100"
+    assert with_adapters.replace(machine, "MODEL, on MACHINE").replace("32b", "SIZE") == text("32b")
+
+
+def test_adapters_learn_ten_times_as_fast_and_differ_in_little_else():
+    whole, config = (load_config([BASE, overlay(size)]) for size in ("32b", "32b_lora"))
+    assert config.model.lora.rank == 32 and config.model.lora.shares("critic")
+    for role in ("actor", "critic"):
+        rates = [getattr(c.optimizer, f"{role}_learning_rate") for c in (whole, config)]
+        assert rates[1] == pytest.approx(10 * rates[0])
+    before, after = (dict(leaves(c.model_dump())) for c in (whole, config))
+    changed = {name.split(".")[0] for name in before if before[name] != after[name]}
+    assert changed == {"model", "optimizer", "parallel", "rollout", "algorithm", "checkpoint",
+                       "logging"}  # fmt: skip
+    sizes = {"responses_per_step", "mini_batch_size"}
+    others = config.algorithm.model_copy(update={n: getattr(whole.algorithm, n) for n in sizes})
+    assert others == whole.algorithm
+    assert config.rollout.max_response_tokens == whole.rollout.max_response_tokens
 
 
 # --- starting one ---------------------------------------------------------------------------------
@@ -350,6 +369,22 @@ def test_the_mixture_of_experts_is_started_either_way(way):
     config = load_config([BASE, CONFIGS / "qwen3_30b_a3b.yaml"], [override])
     assert done.stdout.startswith(config.to_yaml())
     assert "30.53e9 parameters" in done.stdout and "TP 1 x PP 1 x EP 8" in done.stdout
+
+
+@pytest.mark.parametrize("way", ["bash", "torchrun"])
+def test_adapters_on_one_node_are_started_either_way(way):
+    override = "model.hf_path=/nowhere/Qwen2.5-32B"
+    launcher = ["bash"] if way == "bash" else [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", "--no-python", "bash",
+    ]  # fmt: skip
+    done = start(*launcher, recipe("32b_lora"), "--dry-run", override)
+    assert done.returncode == 0, done.stderr
+    config = load_config([BASE, overlay("32b_lora")], [override])
+    assert done.stdout.startswith(config.to_yaml())
+    lines = done.stdout.splitlines()
+    assert "# fits" in lines and "TP 2 x PP 1 x DP 4" in done.stdout
+    assert "#   base: one copy of 32.8 GB on each GPU, of actor, critic" in lines
+    assert config.parallel.world_size == 8
 
 
 def test_help_calls_the_recipe_by_its_name():

@@ -318,6 +318,10 @@ APART = "--placement disaggregated --lag 1"
         ("--lag -1", "-1 must be at least 0"),
         ("--placement apart", "invalid choice: 'apart'"),
         ("--recompute some", "invalid choice: 'some'"),
+        ("model.lora.rnk=8", "model.lora.rnk"),
+        ("parallel.tensor_model_parallel_size=2", "size=2 is searched over, or set by an option"),
+        ("--group-size 8 algorithm.group_size=8", "algorithm.group_size=8 is searched over, or"),
+        ("model.lora.rank=8 model.lora.roles=[critic] optimizer.critic_method=dion", "be adamw"),
     ],
 )
 def test_a_mistake_is_one_line(capsys, options, message):
@@ -330,6 +334,24 @@ def test_a_mistake_is_one_line(capsys, options, message):
 def test_sizes():
     assert plan_options.size("80GB") == 80 * 10**9
     assert plan_options.size("1.5 tb") == 15 * 10**11 and plan_options.size("2GiB") == 2 * 2**30
+
+
+def test_adapters_are_planned_by_an_override(capsys, tmp_path):
+    """Before or behind options; 32B does not fit one node without them."""
+    job = ["--model", "Qwen2.5-32B", "--gpus", "8", "--tp", "8", "--pp", "1", "--vllm-tp", "8"]
+    assert plan.main(job) == 2
+    assert "shorter sequences, set model.lora.rank=32, or fix" in capsys.readouterr().err
+    assert plan.main(["model.lora.rank=32", *job, "algorithm.group_size=8"]) == 0
+    out = capsys.readouterr().out
+    assert "in groups of 8" in out and "  actor: adapters of rank 32, " in out
+    columns = next(line for line in out.splitlines() if line.startswith("  GB  "))
+    assert columns.split()[1:3] == ["params", "base"]
+    assert "what the host takes to start the adapters' kernels" in out
+    file = tmp_path / "plan.yaml"
+    file.write_text(out.split("to paste:\n")[1].split("\n\n")[0])
+    assert load_config(file).model.lora.rank == 32
+    assert plan.main([*job, "--config", str(file), "--top", "1"]) == 0
+    assert "  actor: adapters of rank 32, " in capsys.readouterr().out
 
 
 def test_fp8_keys_and_recomputed_layers_are_planned_and_pasted(capsys):

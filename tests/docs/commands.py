@@ -159,6 +159,8 @@ RUNS = (
     Run("vapo states runs/trajectories.jsonl", by="tests/docs/test_trajectories.py"),
     Run("vapo plan --model Qwen2.5-32B --gpus 64", is_quick=True,
         shows=" 3354 s a step (2449 to 4830)\n"),
+    Run("vapo plan --model Qwen2.5-32B --gpus 8 model.lora.rank=32", is_quick=True,
+        shows="  actor: adapters of rank 32, 268.4e6 parameters (0.8% of the model's)"),
     Run("vapo plan --model Qwen3-32B --gpus 32 --vllm-share 0.6", is_quick=True,
         shows=" 271 s a step "),
     Run("vapo plan --model Qwen2.5-32B --gpus 128 --gpu-memory 80GB --max-response 131072",

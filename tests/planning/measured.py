@@ -112,20 +112,24 @@ def pausing() -> Iterator[None]:
 def measure(shape: ModelShape, config: VapoConfig, role: str, responses: int) -> Measured:
     """Build one role, train it once on `responses` microbatches, each of one response.
 
-    Each is as long as planning's microbatch_tokens says.
+    Each is as long as planning's microbatch_tokens says. A base that the role shares is there
+    before, and not counted.
     """
-    from vapo_megatron.models.build import build_model
     from vapo_megatron.parallel import groups
     from vapo_megatron.parallel.gradient_buffers import gradient_buffers
     from vapo_megatron.parallel.optimizer import optimizer_step
     from vapo_megatron.parallel.schedule import forward_backward, forward_only
+    from vapo_megatron.roles.placed import load_model
     from vapo_megatron.roles.trained import optimizer_of, wrap
 
     here = groups.initialize(config.parallel)
     size = config.parallel.max_tokens_per_microbatch
     microbatches = [make_microbatch(_response(size, shape.vocab_size)) for _ in range(responses)]
+    shared = None
+    if config.model.lora.shares(role):
+        shared = load_model(shape, config, here, "actor", None).base
     with Allocations() as built:
-        model = build_model(shape, config.model, config.parallel, here, role, seed=config.seed)
+        model = load_model(shape, config, here, role, None, shared).model
         chunks = wrap(model, config, role)
     gradients = sum(b.grad_data.untyped_storage().nbytes() for b in gradient_buffers(chunks))
     with Allocations() as optimized:
@@ -146,6 +150,37 @@ def measure(shape: ModelShape, config: VapoConfig, role: str, responses: int) ->
         optimizer=optimized.kept + stepped.kept,
         training=trained.peak,
         inference=inferred.peak,
+    )
+
+
+class MeasuredHost(NamedTuple):
+    """Bytes that offload keeps in host memory on one rank."""
+
+    own: int
+    """Of all roles, without what is frozen below adapters."""
+    base: int
+    """What is frozen below adapters, each copy once."""
+
+
+def offloaded(shape: ModelShape, config: VapoConfig) -> MeasuredHost:
+    """Build and offload a run's roles as training/build.py does."""
+    from vapo_megatron.parallel import groups
+    from vapo_megatron.roles.actor import Actor, Reference
+    from vapo_megatron.roles.critic import Critic
+
+    here, lora = groups.initialize(config.parallel), config.model.lora
+    actor = Actor(shape, config, here, None)
+    actor.placed.offload()
+    shared = {role: actor.placed.base for role in config.roles if lora.shares(role)}
+    models = [actor, Critic(shape, config, here, None, shared.get("critic"))]
+    if "reference" in config.roles:
+        models.append(Reference(shape, config, here, shared.get("reference")))
+    for model in models[1:]:
+        model.placed.offload()
+    bases = {id(base): base for model in models if (base := model.placed.base) is not None}
+    return MeasuredHost(
+        sum(model.placed._offload.num_bytes for model in models),
+        sum(base._offload.num_bytes for base in bases.values()),
     )
 
 

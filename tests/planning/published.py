@@ -186,7 +186,7 @@ def predicted(shape: ModelShape, plan: Plan, figure: str) -> float:
     cluster, phases = plan.cluster, plan.training.phases
     if figure == TFLOPS:
         seconds = phases[ACTOR_UPDATE].seconds
-        return model_flops(shape, plan.workload) / seconds / cluster.num_gpus / 1e12
+        return model_flops(shape, plan.config, plan.workload) / seconds / cluster.num_gpus / 1e12
     if figure not in (STEP, TOKENS):
         return plan.seconds[figure]
     return plan.step_seconds if figure == STEP else plan.total_tokens_per_second

@@ -11,18 +11,20 @@ import dataclasses
 
 import pytest
 
-from tests.planning.measured import checkpoint_size, measure
+from tests.planning.measured import checkpoint_size, measure, offloaded
 from tests.planning.shapes import small_shape
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.models.hf_config import Experts
 from vapo_megatron.planning import activations
+from vapo_megatron.planning.host_memory import host_bytes
 from vapo_megatron.planning.memory import checkpoint_bytes
-from vapo_megatron.planning.model_bytes import state_bytes
+from vapo_megatron.planning.model_bytes import all_base_bytes, base_bytes, state_bytes
 
 TOKENS = 512
 MICROBATCHES = 4
 STATE_TOLERANCE = 0.02
 ACTIVATION_TOLERANCE = 0.2
+ADAPTED_TOLERANCE = 0.1
 
 TP2_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 TP2 = {"tensor_model_parallel_size": 2}
@@ -177,6 +179,85 @@ def test_checkpoints_with_experts_have_the_predicted_size(workers, tmp_path, lay
     shape, config = _shape(experts=EXPERTS), _config(layout, "none", "bfloat16")
     sizes = workers.run(2, checkpoint_size, shape, config, str(tmp_path), timeout_seconds=400)
     assert checkpoint_bytes(shape, config) == pytest.approx(sizes[0], rel=STATE_TOLERANCE)
+
+
+def _with_adapters(config, **lora):
+    fields = {"rank": 32, **lora}
+    return VapoConfig.model_validate(
+        {**config.model_dump(), "model": {**config.model.model_dump(), "lora": fields}}
+    )
+
+
+SOME = {"rank": 16, "targets": ["q_proj", "v_proj", "up_proj"]}
+APART = {"share_base": False}
+# Frozen layers without sequence parallelism are measured in float32: in bfloat16 a CPU copies their
+# weight once for each token (torch.matmul, where the input's strides are odd).
+ADAPTED = [
+    (TP2_SP, "none", "bfloat16", "critic", {}),
+    *(
+        pytest.param(case, marks=pytest.mark.slow)
+        for case in (
+            (TP2_SP, "full", "bfloat16", "actor", {}),
+            (TP2_SP, "none", "bfloat16", "actor", {}),
+            (TP2_SP, "full", "bfloat16", "critic", APART),
+            (TP2_SP, "selective", "float32", "actor", SOME),
+            (TP2, "none", "float32", "actor", SOME),
+            (TP2, "full", "float32", "critic", {**APART, **SOME}),
+            (PP2, "none", "float32", "critic", SOME),
+            (PP2_VPP2, "none", "float32", "actor", SOME),
+            (DP2, "full", "float32", "critic", {}),
+            (DP2, "none", "float32", "actor", {"targets": ["o_proj", "down_proj"]}),
+            (DP2_WHOLE, "none", "float32", "actor", SOME),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("case", ADAPTED, ids=str)
+def test_adapters_take_what_is_predicted(workers, case):
+    """A base that is shared is there before; it has no gradients and no optimizer."""
+    layout, recompute, dtype, role, lora = case
+    shape, config = _shape(), _with_adapters(_config(layout, recompute, dtype), **lora)
+    everywhere = workers.run(2, measure, shape, config, role, MICROBATCHES, timeout_seconds=400)
+    for rank, found in enumerate(everywhere):
+        stage, near = {"pp_rank": found.pp_rank}, {"rel": STATE_TOLERANCE}
+        state = state_bytes(shape, config, role, **stage)
+        parameters = state.parameters
+        if not config.model.lora.shares(role):
+            parameters += base_bytes(shape, config, role, **stage)
+        assert parameters == pytest.approx(found.parameters, **near), rank
+        assert state.gradients == pytest.approx(found.gradients, **near), rank
+        assert state.optimizer == pytest.approx(found.optimizer, **near), rank
+        passes = activations.Passes(shape, config, role, tokens=TOKENS, on_cpu=True, **stage)
+        near = {"rel": ADAPTED_TOLERANCE}
+        assert sum(passes.training()) == pytest.approx(found.training, **near), rank
+        assert sum(passes.inference()) == pytest.approx(found.inference, rel=ACTIVATION_TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [{}, pytest.param(APART, marks=pytest.mark.slow), pytest.param(SOME, marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_a_shared_base_is_offloaded_once(workers, lora):
+    config = _with_adapters(_config(TP2_SP, "none", "bfloat16"), **lora)
+    algorithm = config.algorithm.model_copy(update={"kl_coef": 0.1})
+    config, shape = config.model_copy(update={"algorithm": algorithm}), _shape()
+    where = {"pp_rank": 0, "is_first_replica": True, "keeps_rollouts": False}
+    planned = host_bytes(shape, config, is_offloaded=True, **where).offloaded
+    for found in workers.run(2, offloaded, shape, config, timeout_seconds=400):
+        assert planned == pytest.approx(found.own + found.base, rel=STATE_TOLERANCE)
+        assert all_base_bytes(shape, config, pp_rank=0) == found.base
+
+
+@pytest.mark.parametrize(
+    "layout", [TP2_SP, *(pytest.param(x, marks=pytest.mark.slow) for x in (DP2, DP2_WHOLE, PP2))],
+    ids=str,
+)  # fmt: skip
+def test_checkpoints_with_adapters_have_the_predicted_size(workers, tmp_path, layout):
+    config = _with_adapters(_config(layout, "none", "bfloat16"))
+    sizes = workers.run(2, checkpoint_size, _shape(), config, str(tmp_path), timeout_seconds=400)
+    assert checkpoint_bytes(_shape(), config) == pytest.approx(sizes[0], rel=ADAPTED_TOLERANCE)
 
 
 def _with_method(config, method):

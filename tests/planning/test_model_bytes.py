@@ -10,7 +10,7 @@ import pytest
 
 from tests.planning.shapes import LAYER, VOCABULARY, make_config
 from vapo_megatron.models.known import known_shape
-from vapo_megatron.planning import model_bytes
+from vapo_megatron.planning import model_bytes, parameters
 from vapo_megatron.weights import holders, table
 from vapo_megatron.weights.reshard import shards, vllm_layout
 
@@ -103,7 +103,7 @@ def test_buckets_are_of_the_first_stage_alone():
     shape = known_shape("Qwen2.5-0.5B")
     config = make_config(1, 2, 5, vllm_tp=1, overlap_grad_reduce=True)
     for stage, bucketed in ((0, True), (1, False)):
-        (sizes,) = model_bytes.chunk_parameters(shape, config, "actor", pp_rank=stage)
+        (sizes,) = parameters.chunk_parameters(shape, config, "actor", pp_rank=stage)
         found = [model_bytes.padded_elements(sizes, 5, limit) for limit in (math.inf, 40_000_000)]
         assert found[0] != found[1]
         state = model_bytes.state_bytes(shape, config, "actor", pp_rank=stage)
@@ -138,7 +138,7 @@ def test_parameters_are_those_of_the_resharding_plan(name, tp, pp, vpp, role):
                 pieces = shards.trainer_pieces(row, shape, layout, tp_rank)
                 expected += times * sum(p.rows * p.columns for p in pieces)
             expected += padding if row.kind == "vocabulary" else 0
-        chunks = model_bytes.chunk_parameters(shape, config, role, pp_rank=stage)
+        chunks = parameters.chunk_parameters(shape, config, role, pp_rank=stage)
         assert len(chunks) == vpp
         assert tp * sum(map(sum, chunks)) == expected, stage
 

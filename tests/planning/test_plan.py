@@ -199,12 +199,21 @@ def test_a_critic_costs_its_phases():
     smaller = planned(with_reward_model(scored, "Qwen2.5-1.5B"), alone)
     assert smaller.seconds["reward_scores"] < 0.3 * two.seconds["reward_scores"]
     passes = dataclasses.replace(workload, critic_updates_per_step=3)
-    once, thrice, actor = (model_flops(SMALL_SHAPE, w) for w in (workload, passes, alone))
+    once, thrice, actor = (
+        model_flops(SMALL_SHAPE, SMALL_BASE, w) for w in (workload, passes, alone)
+    )
     assert thrice - actor == 3 * (once - actor)
     # Value head and output projection apart, critic and actor train on the same products.
-    assert 1.8 < model_flops(SMALL_SHAPE, workload) / model_flops(SMALL_SHAPE, alone) < 2
+    assert (
+        1.8
+        < model_flops(SMALL_SHAPE, SMALL_BASE, workload)
+        / model_flops(SMALL_SHAPE, SMALL_BASE, alone)
+        < 2
+    )
     pretraining = dataclasses.replace(workload, trained_roles=("critic",))
-    assert model_flops(SMALL_SHAPE, pretraining) == once - actor, "the policy stands still"
+    assert model_flops(SMALL_SHAPE, SMALL_BASE, pretraining) == once - actor, (
+        "the policy stands still"
+    )
 
 
 def given(config):
@@ -314,8 +323,8 @@ def test_the_recipe_fits():
              "parallel.pipeline_model_parallel_size=1"],
             "actor_update needs .* GB of 80.0 .gradients 65.5; parameters 32.8; .*; raise "
             "parallel.tensor_model_parallel_size=2, context_parallel_size=1 or "
-            "pipeline_model_parallel_size=1, lower max_tokens_per_microbatch=24576, or let "
-            "vapo plan find a layout",
+            "pipeline_model_parallel_size=1, lower max_tokens_per_microbatch=24576, set "
+            "model.lora.rank=32, or let vapo plan find a layout",
         ),
         (
             ["parallel.recompute=none", "parallel.pipeline_model_parallel_size=8",

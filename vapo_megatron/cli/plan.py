@@ -3,6 +3,7 @@
   vapo plan --model Qwen2.5-32B --gpus 128 --gpu-memory 80GB
   vapo plan --model Qwen2.5-32B --gpus 128 --config run.yaml --tp 8
   vapo plan --model Qwen2.5-32B --gpus 128 --placement disaggregated --lag 1
+  vapo plan --model Qwen2.5-32B --gpus 8 model.lora.rank=32
   vapo plan reshard --model Qwen2.5-32B --tp 8 --pp 4 --vllm-tp 8      the cost of a weight sync
 
 Layouts that fit are ranked by seconds per step. The best one is shown in detail, with YAML to paste
@@ -31,6 +32,8 @@ from vapo_megatron.models.layout_rules import check_layout
 from vapo_megatron.planning import describe
 from vapo_megatron.planning import reshard as cost
 from vapo_megatron.planning.cluster import GB, GPUS, Cluster
+from vapo_megatron.planning.notes import not_modelled
+from vapo_megatron.planning.parameters import adapters_of
 from vapo_megatron.planning.plan import Plan, resharding_seconds
 from vapo_megatron.planning.ranking import Fixed, Ranking, rank
 from vapo_megatron.planning.splits import rank_splits
@@ -59,10 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             add_reshard(parser)
             _print(reshard(parser.parse_args(arguments[1:])))
             return
-        usage = "vapo plan --model MODEL --gpus N [options] | vapo plan reshard --help"
+        usage = (
+            "vapo plan --model MODEL --gpus N [options] [section.field=value ...] | "
+            "vapo plan reshard --help"
+        )
         parser = Parser(prog="vapo plan", usage=usage, description=__doc__)
         add_plan(parser)
-        text, refusal = plan(parser.parse_args(arguments))
+        # Overrides may stand before, between and after options, as those of a run.
+        text, refusal = plan(parser.parse_intermixed_args(arguments))
         _print(text)
         if refusal is not None:
             raise UserError(refusal)
@@ -95,7 +102,8 @@ def plan(options: argparse.Namespace) -> tuple[str, str | None]:
     if best.config.rollout.is_disaggregated or best.config.rollout.carry_over_groups:
         details.append(describe.describe_gain(best, best_colocated(options, shape, best)))
     pasted = "to paste:\n" + describe.to_paste(best.config).rstrip()
-    return "\n\n".join([job, table, *details, pasted, describe.NOT_MODELLED]), None
+    notes = not_modelled(best.config)
+    return "\n\n".join([job, table, *details, pasted, notes]), None
 
 
 def best_colocated(options: argparse.Namespace, shape: ModelShape, best: Plan) -> Plan | None:
@@ -113,6 +121,7 @@ def ranked(options: argparse.Namespace) -> tuple[ModelShape, Cluster, Workload, 
     """Return what the options describe, and its layouts, ranked."""
     shape, cluster = shape_of(options.model, "--model"), cluster_of(options)
     base = base_config(options)
+    adapters_of(shape, base, "actor")
     workload = workload_of(
         base,
         mean_response_tokens=options.response,
@@ -167,7 +176,11 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
 
 
 def base_config(options: argparse.Namespace) -> VapoConfig:
-    """Return the run's configuration with the number of GPUs, and no layout yet."""
+    """Return the run's configuration with the number of GPUs, and no layout yet.
+
+    Raises:
+        ConfigError: an override says what is searched, or what an option says.
+    """
     fields = {
         # Which layouts the number of GPUs allows is checked for each of them.
         "parallel.world_size": 1,
@@ -199,7 +212,13 @@ def base_config(options: argparse.Namespace) -> VapoConfig:
     if options.reward_model:
         fields |= {"model.reward_hf_path": options.reward_model}
     given = [f"{name}={value}" for name, value in fields.items() if value is not None]
-    config = load_config(options.config, given)
+    for override in options.overrides:
+        if override.partition("=")[0] in [one.partition("=")[0] for one in given]:
+            raise ConfigError(
+                f"{override} is searched over, or set by an option; leave it out, and use the "
+                "option (--help lists them)"
+            )
+    config = load_config(options.config, [*options.overrides, *given])
     parallel = config.parallel.model_copy(update={"world_size": options.gpus})
     return config.model_copy(update={"parallel": parallel})
 

@@ -87,6 +87,10 @@ def share(text: str) -> tuple[str, float]:
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """Add the options of `vapo plan`, in groups."""
     add_model(parser)
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.field=value",
+        help="of the run's configuration, such as model.lora.rank=32",
+    )  # fmt: skip
     add_values(
         parser, positive, "N",
         ("--top", 12, "layouts in the table (default: %(default)s)"),

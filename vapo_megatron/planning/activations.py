@@ -40,6 +40,12 @@ What one layer saves, by parallel.recompute:
                layers of each chunk, which come first, and all of the above of its others: when
                the first of them is computed again, the others' are free
 
+With adapters (model.lora) the layers' own weights and norms are frozen. Then "before the weight" is
+not saved, the outputs of norms and the product only where an adapter takes them, and adapters.py
+says what these save. While the backward pass runs there is no gradient of a frozen weight, nor of
+the embedding; what a layer's adapters have at one time, forward, may be more than what its backward
+pass adds. Experts are counted as if they were trained.
+
 The CPU columns are there to be measured: tests compare them with real allocations, which verifies
 what the columns have in common and everything outside the layers. The CPU's attention does not
 materialize scores either. Statistics of norms, a few bytes a token, and the rotary table are left
@@ -52,8 +58,9 @@ import dataclasses
 import functools
 
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.config.phases import Role
+from vapo_megatron.config.phases import VALUE_ROLES, Role
 from vapo_megatron.models.hf_config import ModelShape
+from vapo_megatron.planning.adapters import AdaptedLinear, adapted_layers, named
 from vapo_megatron.planning.logprobs import logprob_bytes
 from vapo_megatron.planning.model_bytes import Layout
 
@@ -106,6 +113,17 @@ class Passes:
     def _layout(self) -> Layout:
         return Layout(self.shape, self.config)
 
+    @functools.cached_property
+    def _adapted(self) -> tuple[AdaptedLinear, ...] | None:
+        """The linear layers with adapters, whose base is frozen; None: all is trained."""
+        return adapted_layers(self.shape, self.config, self.role)
+
+    def _saves_input(self, *names: str) -> int:
+        """Count those of these linear layers that save their input."""
+        if self._adapted is None:
+            return len(names)
+        return sum(named(self._adapted, name) is not None for name in names)
+
     @property
     def _is_last(self) -> bool:
         return self.pp_rank == self._layout.pp_size - 1
@@ -119,6 +137,8 @@ class Passes:
             the second linear layer's              F S + F H, and with sequence parallelism the
                                                    gathered gradient H S
             the first linear layer's               (2 H - F) S + 2 F H
+        (with a frozen base the largest of 2 F S + the gathered gradient, (2 H - F) S, and what
+        the adapters of gate and up have at one time, forward, above what the MLP saves)
         and twice the gradient of the residual stream, h S; with a pipeline also two receive buffers
         of that size. Sequence parallelism keeps a buffer [S, H] to gather into. On the first stage
         the embedding's gradient [V/t, H] counts in place of a layer's backward pass where it is
@@ -128,17 +148,26 @@ class Passes:
         tokens, layout, w = self.tokens, self._layout, self._layout.widths
         size = layout.element_bytes
         residual, gathered = tokens * layout.residual_width * size, self._gather_buffer()
-        held = self.saved() + gathered + self._keys_and_values(backward=True)
+        held = self.saved() + self._keys_and_values(backward=True)
+        # A frozen layer gathers into memory of its own, which is free by the time of a peak.
+        held += gathered if self._adapted is None else 0
         held += 2 * residual if layout.pp_size > 1 else 0
-        extra = max(
-            size * 2 * w.ffn * tokens,
-            size * w.ffn * (tokens + w.hidden) + gathered,
-            size * ((2 * w.hidden - w.ffn) * tokens + 2 * w.ffn * w.hidden),
-        )
+        if self._adapted is None:
+            extra = max(
+                size * 2 * w.ffn * tokens,
+                size * w.ffn * (tokens + w.hidden) + gathered,
+                size * ((2 * w.hidden - w.ffn) * tokens + 2 * w.ffn * w.hidden),
+            )
+        else:
+            extra = max(
+                size * 2 * w.ffn * tokens + gathered,
+                size * (2 * w.hidden - w.ffn) * tokens,
+                tokens * (size * self._adding(self._adapted) - self._mlp()),
+            )
         # What goes to the experts and comes back, forward and backward.
         extra += 2 * residual + 2 * size * layout.dispatched_width * tokens
         extra += self._recomputed()
-        if self.pp_rank == 0:
+        if self.pp_rank == 0 and self._adapted is None:
             extra = max(extra, layout.vocabulary_rows * w.hidden * size)
         logits = self._logits(training=True)
         return held + max(0, extra - logits), logits
@@ -157,8 +186,9 @@ class Passes:
         if self.on_cpu:
             held += (in_flight - self._is_last) * self.tokens * h * size
         if self._is_last:
-            norm = h * (8 if self.on_cpu else size)
-            hidden = self.shape.hidden_size * size if self.role == "actor" else 4 * h
+            norm = h * (size if not self.on_cpu else 8 if self._adapted is None else 4)
+            is_policy = self.role not in VALUE_ROLES
+            hidden = self.shape.hidden_size * size if is_policy else 4 * h
             held += self.tokens * (norm + hidden)
         return held
 
@@ -188,9 +218,33 @@ class Passes:
         size, h = layout.element_bytes, layout.residual_width
         if recompute == "full":
             return self.tokens * h * size
-        norms = 2 * h * (2 * 4 + size if self.on_cpu else 2 * size)
-        mlp = ((5 if self.on_cpu else 3) * layout.widths.ffn + layout.dispatched_width) * size
-        return self.tokens * (norms + self._attention(recompute == "selective") + mlp)
+        before = 4 if self._adapted is None else 0
+        norms = 2 * h * (4 + before if self.on_cpu else size)
+        with_experts = self.shape.experts is not None
+        norms += h * size * max(self._saves_input("linear_qkv", "linear_fc1"), 1 + with_experts)
+        saved = self.tokens * (norms + self._attention(recompute == "selective") + self._mlp())
+        return saved + self._of_adapters()
+
+    def _mlp(self) -> int:
+        """Bytes per token that a layer's MLP saves between its linear layers, or experts."""
+        layout = self._layout
+        product = self._saves_input("linear_fc2") or self.shape.experts is not None
+        ffn = (4 if self.on_cpu else 2) + product
+        return (ffn * layout.widths.ffn + layout.dispatched_width) * layout.element_bytes
+
+    def _of_adapters(self) -> int:
+        """Bytes that a layer's adapters save, beside the inputs of its linear layers."""
+        layout, elements = self._layout, 0
+        for one in self._adapted or ():
+            cut = layout.tp_size if one.by_columns and self.config.parallel.sequence_parallel else 1
+            elements += one.copied + one.narrow * self.tokens // cut
+        return elements * layout.element_bytes
+
+    @staticmethod
+    def _adding(adapted: tuple[AdaptedLinear, ...]) -> int:
+        """Elements per token of the first linear layer of the MLP while its adapters are added."""
+        first = named(adapted, "linear_fc1")
+        return 0 if first is None else 3 * first.outputs
 
     def _attention(self, selective: bool) -> int:
         """Bytes per token that attention saves between its two linear layers."""
@@ -205,6 +259,7 @@ class Passes:
             total = size * (projected + w.query + (both if shape.qk_norm else copied))
         elif self.on_cpu:
             total = size * (both + w.key + 2 * w.query) + 4 * w.heads
+            total -= 0 if self._saves_input("linear_proj") else size * w.query
         else:
             total = size * (projected + both + w.query) + 4 * w.heads
         if not shape.qk_norm:
@@ -221,28 +276,35 @@ class Passes:
         In a layer: the stage's input, the layer's input, the norm's output and the previous
         microbatch's output, with the residual stream, gate, up and product (a CPU has gate and up
         twice), or with the projection, a copy of its query, rotated query and key, and attention's
-        output. After the layers: the hidden states, the same gathered, those of the predicting
-        tokens, and the scores.
+        output; or what adapters have at one time. After the layers: the hidden states, the same
+        gathered, those of the predicting tokens, and the scores.
         """
         layout, w = self._layout, self._layout.widths
         h, bytes_per_channel = layout.residual_width, self.tokens * layout.element_bytes
         mlp = 5 * h + (5 if self.on_cpu else 3) * w.ffn + 3 * layout.dispatched_width
         attention = 4 * h + w.projected + 3 * w.query + w.key
+        buffers = self._gather_buffer()
+        if self._adapted is not None:
+            whole, buffers = buffers // bytes_per_channel, 0
+            query = named(self._adapted, "linear_qkv")
+            mlp = max(mlp, 5 * h + max(2 * w.ffn + whole, self._adding(self._adapted)))
+            joined = 3 * query.outputs if query else 0
+            attention = max(attention, 4 * h + max(w.projected + whole, joined))
         logits = self._logits(training=False)
         after = bytes_per_channel * (h + 2 * w.hidden) if logits else 0
         layer = bytes_per_channel * max(mlp, attention)
-        buffers = self._gather_buffer() + self._keys_and_values(backward=False)
+        buffers += self._keys_and_values(backward=False)
         return max(layer - logits, after) + buffers, logits
 
     def _logits(self, *, training: bool) -> int:
         """Bytes of the actor's log-probabilities on the last stage, 0 elsewhere."""
-        if self.role != "actor" or not self._is_last:
+        if self.role in VALUE_ROLES or not self._is_last:
             return 0
         # The old log-probabilities come with the entropy, the loss only for an entropy bonus.
         with_entropy = not training or self.config.algorithm.entropy_coef > 0
         return logprob_bytes(
             self._layout, self.tokens, training=training, with_entropy=with_entropy,
-            on_cpu=self.on_cpu,
+            on_cpu=self.on_cpu, is_frozen=self._adapted is not None,
         )  # fmt: skip
 
     def _keys_and_values(self, *, backward: bool) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 import yaml
 
 from vapo_megatron.config import VapoConfig
+from vapo_megatron.config.lora import LoraConfig
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.models.known import shape_of
@@ -15,8 +16,10 @@ from vapo_megatron.planning import flops, memory
 from vapo_megatron.planning.cluster import GB, Cluster
 from vapo_megatron.planning.host_memory import host_bytes_per_node
 from vapo_megatron.planning.memory import PhaseMemory, checkpoint_bytes
-from vapo_megatron.planning.misfits import find_misfit
+from vapo_megatron.planning.misfits import adapters_remedy, find_misfit
 from vapo_megatron.planning.model_bytes import check_layouts
+from vapo_megatron.planning.notes import describe_adapters, not_modelled
+from vapo_megatron.planning.parameters import adapters_of
 from vapo_megatron.planning.plan import (
     PUBLISHED_OVER_PREDICTED,
     Plan,
@@ -27,20 +30,6 @@ from vapo_megatron.planning.plan import (
 from vapo_megatron.planning.ranking import Ranking, layout_name
 from vapo_megatron.planning.workload import Workload, workload_of
 from vapo_megatron.weights.table import parameter_count
-
-NOT_MODELLED = """\
-not modelled:
-  - inefficient kernel shapes, launch overhead and stragglers: seconds are a roofline estimate, \
-and published jobs lie within the range (docs/planning.md)
-  - pipeline stages that wait for each other because microbatches differ in length
-  - preemption in vLLM; actual response lengths (assumed log-normal with the given mean)
-  - a critic's frozen attention: its backward pass and saved inputs are counted as if trained
-  - groups that go on in the next step: a step is planned as if it waited for all its responses
-  - extra rounds of dynamic sampling: a step samples its responses once
-  - FP8 compute and saved inputs: counted as bfloat16 (the weights' FP8 copies are counted)
-  - a reward model beside other verifiers: counted as if it scored every response
-  - verifier, exchange of responses, advantages, evaluation, startup
-  - contention between nodes in a weight sync, and between GPUs for host memory"""
 
 LEGEND = f"""\
 range: {PUBLISHED_OVER_PREDICTED[0]:g} to {PUBLISHED_OVER_PREDICTED[1]:g} times the prediction, \
@@ -60,9 +49,9 @@ _SHORT = {
 }  # fmt: skip
 
 PARTS = {
-    "parameters": "params", "gradients": "grads", "optimizer": "optim", "activations": "activ",
-    "logits": "logits", "engine_weights": "vLLM", "kv_cache": "KV", "sync_buckets": "sync",
-    "reserve": "reserve",
+    "parameters": "params", "base": "base", "gradients": "grads", "optimizer": "optim",
+    "activations": "activ", "logits": "logits", "engine_weights": "vLLM", "kv_cache": "KV",
+    "sync_buckets": "sync", "reserve": "reserve",
 }  # fmt: skip
 
 _PASTED = {
@@ -166,11 +155,16 @@ def describe_misfit(shape: ModelShape, ranking: Ranking, c: Cluster) -> tuple[st
         )
     name, closest = ranking.closest
     phases = peak_memory(shape, closest.config, c.gpu_bytes)
+    fewer = (
+        f" {adapters},"
+        if (adapters := adapters_remedy(shape, closest.config, c.gpu_bytes, phases))
+        else ""
+    )
     offload = "yes" if memory.offloads(closest.config) else "no"
     title = f"closest: {name}, recompute {recompute_name(closest.config)}, offload {offload}"
     return "\n".join([title, "", *_memory_table(phases, c.gpu_bytes)]), (
         f"nothing fits into {where}; the closest, {name}: {closest.reason}; use more or larger "
-        "GPUs, shorter sequences, or fix fewer options"
+        f"GPUs, shorter sequences,{fewer} or fix fewer options"
     )
 
 
@@ -240,7 +234,7 @@ def describe_plan(shape: ModelShape, plan: Plan, sync: float | None = None) -> s
     updates = [name for name in ("critic_update", "actor_update") if name in plan.training.phases]
     seconds = sum(plan.seconds[name] for name in updates)
     used = flops.utilization(
-        model_flops(shape, plan.workload), seconds, c.peak_tflops * 1e12 * p.world_size
+        model_flops(shape, plan.config, plan.workload), seconds, c.peak_tflops * 1e12 * p.world_size
     )
 
     host = host_bytes_per_node(shape, plan.config, gpus_per_node=c.gpus_per_node)
@@ -268,6 +262,7 @@ def describe_plan(shape: ModelShape, plan: Plan, sync: float | None = None) -> s
         *_time_table(plan, sync),
         "",
         *cache,
+        *describe_adapters(shape, plan.config),
         f"  host memory: {host.offloaded / GB:.0f} GB per node for offloading, "
         f"{host.checkpoint / GB:.0f} GB while a checkpoint is saved, {host.step / GB:.0f} GB for a "
         "step's responses at their longest"
@@ -279,9 +274,14 @@ def describe_plan(shape: ModelShape, plan: Plan, sync: float | None = None) -> s
 
 
 def _memory_table(phases: dict[str, PhaseMemory], gpu_bytes: int) -> Iterable[str]:
-    rows = [["GB", *PARTS.values(), f"of {gpu_bytes / GB:g}"]]
+    # Only with adapters is there a base.
+    parts = {
+        part: short for part, short in PARTS.items()
+        if part != "base" or any(phase.base for phase in phases.values())
+    }  # fmt: skip
+    rows = [["GB", *parts.values(), f"of {gpu_bytes / GB:g}"]]
     for name, phase in phases.items():
-        sizes = [getattr(phase, part) for part in PARTS] + [phase.total]
+        sizes = [getattr(phase, part) for part in parts] + [phase.total]
         rows.append([name, *(f"{size / GB:.1f}" for size in sizes)])
     return (f"  {line}" for line in _aligned(rows, left=("GB",)))
 
@@ -343,10 +343,12 @@ def to_paste(config: VapoConfig) -> str:
         pasted["parallel"] += ("recompute_method", "recompute_num_layers")
     if config.rollout.kv_cache_dtype != "auto":
         pasted["rollout"] += ("kv_cache_dtype",)
-    return yaml.safe_dump(
-        {part: {name: tree[part][name] for name in names} for part, names in pasted.items()},
-        sort_keys=False,
-    )
+    found = {part: {name: tree[part][name] for name in names} for part, names in pasted.items()}
+    if config.model.lora.rank is not None:
+        default = LoraConfig().model_dump()
+        lora = {name: x for name, x in tree["model"]["lora"].items() if x != default[name]}
+        found["model"] = {"lora": lora}
+    return yaml.safe_dump(found, sort_keys=False)
 
 
 def dry_run_comment(config: VapoConfig) -> str:
@@ -359,6 +361,7 @@ def dry_run_comment(config: VapoConfig) -> str:
             raise ConfigError("model.hf_path is not set")
         shape = shape_of(config.model.hf_path)
         check_layouts(shape, config)
+        adapters_of(shape, config, "actor")
         workload = workload_of(config)
     except ConfigError as error:
         return f"# no plan: {error} (vapo plan plans published models without their files)\n"
@@ -374,7 +377,7 @@ def dry_run_comment(config: VapoConfig) -> str:
         describe_job(str(config.model.hf_path), shape, cluster, workload)
         + f"\n{f'DOES NOT FIT: {misfit.reason}' if misfit else 'fits'}",
         describe_plan(shape, plan),
-        NOT_MODELLED,
+        not_modelled(config),
     ]
     lines = "\n\n".join(blocks).splitlines()
     return "".join(f"# {line}".rstrip() + "\n" for line in lines)

@@ -17,6 +17,9 @@ counts three times the forward pass. For a sequence of l tokens with every outpu
 PaLM's count (arXiv 2204.02311, appendix B: 6 N + 12 L H Q T) with only the causal half of each
 sequence's pairs, and without parameters outside matrix multiplications (embedding, norms, biases).
 Model FLOPs utilization is PaLM's as well: recomputation does not count.
+
+With adapters (model.lora) a frozen matrix has no gradient, so that its backward pass has one
+multiplication for the forward pass's one; A and B, 2 r (inputs + outputs) a token, have two.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ from typing import Literal
 
 from vapo_megatron.config.phases import Role
 from vapo_megatron.models.hf_config import ModelShape
+from vapo_megatron.planning.adapters import linear_layers
+from vapo_megatron.planning.parameters import Adapters
 from vapo_megatron.weights.table import OUTPUT_LAYER, layer_rows, rows
 
 BF16_PEAK_FLOPS = {
@@ -76,9 +81,24 @@ def training_flops(
     *,
     role: Literal["actor", "critic"],
     num_outputs: int | None = None,
+    adapters: Adapters | None = None,
 ) -> int:
-    """Count the FLOPs of a forward and backward pass; arguments as in forward_flops."""
-    return 3 * forward_flops(shape, sequence_lengths, role=role, num_outputs=num_outputs)
+    """Count the FLOPs of a forward and backward pass; arguments as in forward_flops.
+
+    Args:
+        adapters: that are trained in place of all but a value head; None: all is trained.
+    """
+    every = 3 * forward_flops(shape, sequence_lengths, role=role, num_outputs=num_outputs)
+    if adapters is None:
+        return every
+    tokens = sum(sequence_lengths)
+    frozen = 2 * sum(_matrix_elements(shape)) * tokens
+    if role == "actor":
+        outputs = tokens if num_outputs is None else num_outputs
+        frozen += output_forward_flops(shape, outputs, role=role)
+    of_layer = 2 * sum(layer.products(1) for layer in linear_layers(shape, adapters, 1))
+    added = shape.num_layers * of_layer * tokens
+    return every - frozen + 3 * int(added)
 
 
 def layer_forward_flops(shape: ModelShape, sequence_lengths: Sequence[int], layer: int = 0) -> int:

@@ -19,12 +19,13 @@ from vapo_megatron.planning.memory import offloads
 from vapo_megatron.planning.model_bytes import (
     DTYPE_BYTES,
     Layout,
+    all_base_bytes,
     engine_weight_bytes,
-    num_parameters,
     optimizer_checkpoint_bytes,
     role_shape,
     state_bytes,
 )
+from vapo_megatron.planning.parameters import num_parameters
 from vapo_megatron.weights.holders import layout_of
 
 VLLM_HOST_TOKEN_BYTES = 260
@@ -40,8 +41,8 @@ class HostBytes(NamedTuple):
     """Host memory, of one process or of a node."""
 
     offloaded: int
-    """Parameters and optimizer states of all roles. Gradients are zero between updates and are
-    dropped instead of offloaded."""
+    """Parameters and optimizer states of all roles; a base that they share once. Gradients are zero
+    between updates and are dropped instead of offloaded."""
     checkpoint: int
     """While a checkpoint is saved or loaded."""
     step: int
@@ -73,9 +74,9 @@ def host_bytes(
     """Host memory of one process.
 
     With checkpoint.asynchronous the ranks of the first data-parallel replica copy all trained
-    roles: parameters, and in float32 Adam's two moments and what the optimizer updates (see
-    checkpoint_bytes). Before, the distributed optimizer's state is gathered, one role at a time,
-    and megatron-core leaves it on every rank: get_parameter_state_dp_zero with
+    roles: their own parameters, and in float32 Adam's two moments and what the optimizer updates
+    (see checkpoint_bytes). Before, the distributed optimizer's state is gathered, one role at a
+    time, and megatron-core leaves it on every rank: get_parameter_state_dp_zero with
     return_on_all_ranks in distrib_optimizer.py.
 
     Args:
@@ -94,6 +95,7 @@ def host_bytes(
             for role in config.roles
         ]
         offloaded = sum(s.parameters + s.optimizer for s in states)
+        offloaded += all_base_bytes(shape, config, pp_rank=pp_rank)
     copied, gathered = 0, []
     for role in algorithm.trained_roles:
         every, trained = (

@@ -12,7 +12,13 @@ SLAB_BYTES = 32 * 2**20
 
 
 def logprob_bytes(
-    layout: Layout, tokens: int, *, training: bool, with_entropy: bool, on_cpu: bool
+    layout: Layout,
+    tokens: int,
+    *,
+    training: bool,
+    with_entropy: bool,
+    on_cpu: bool,
+    is_frozen: bool = False,
 ) -> int:
     """Return the peak bytes of the log-probabilities of a microbatch on the last stage.
 
@@ -28,6 +34,7 @@ def logprob_bytes(
         training: with a backward pass.
         with_entropy: the entropy is computed, too.
         on_cpu: see activations.Passes.
+        is_frozen: the output weight has no gradient.
     """
     size, columns, hidden = layout.element_bytes, layout.vocabulary_rows, layout.widths.hidden
     most = max(1, (CPU_CHUNK_BYTES if on_cpu else GPU_CHUNK_BYTES) // (4 * columns))
@@ -44,5 +51,7 @@ def logprob_bytes(
     weight = columns * hidden
     narrow_weight = size * weight * is_narrow
     narrow_chunk = min(narrow_weight, SLAB_BYTES) if on_cpu else columns * size * chunk * is_narrow
+    if is_frozen:
+        return tokens * hidden * size + scores + narrow_chunk
     # The weight's gradient in its own dtype is made when the scores are freed.
     return tokens * hidden * size + 4 * weight + max(scores + narrow_chunk, narrow_weight)

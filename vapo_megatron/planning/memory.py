@@ -46,6 +46,8 @@ from vapo_megatron.planning.model_bytes import (
     KV_CACHE_BYTES,
     Layout,
     StateBytes,
+    all_base_bytes,
+    base_bytes,
     dummy_gradient_bytes,
     engine_weight_bytes,
     fp8_weight_bytes,
@@ -53,11 +55,11 @@ from vapo_megatron.planning.model_bytes import (
     role_shape,
     saved_state_bytes,
     state_bytes,
-    trained_rows,
     widths,
 )
+from vapo_megatron.planning.parameters import own_rows, trained_rows
 from vapo_megatron.weights.holders import shard_elements
-from vapo_megatron.weights.table import parameter_count, rows
+from vapo_megatron.weights.table import parameter_count
 
 PHASES = (
     GENERATION, REWARD_SCORES, VALUES, LOGPROBS, REFERENCE_LOGPROBS,
@@ -110,7 +112,10 @@ class PhaseMemory:
     """Bytes on one GPU at a phase's peak; the parts add up to it."""
 
     parameters: int = 0
-    """Megatron's, of the roles on the GPU; with model.fp8 also the FP8 copies of all roles."""
+    """Megatron's, of the roles on the GPU, without a base; with model.fp8 also the FP8 copies of
+    all roles."""
+    base: int = 0
+    """Frozen weights below adapters, of the roles on the GPU; once where they share it."""
     gradients: int = 0
     optimizer: int = 0
     activations: int = 0
@@ -156,17 +161,18 @@ def phase_memory(
     roles = config.roles
     shapes = {role: role_shape(shape, config, role) for role in roles}
     states = {role: state_bytes(shapes[role], config, role, pp_rank=pp_rank) for role in roles}
+    bases = {role: base_bytes(shapes[role], config, role, pp_rank=pp_rank) for role in roles}
     found: dict[str, PhaseMemory] = {}
     for role in roles:
-        model: Role = "actor" if role == "reference" else role
         tokens = microbatch_tokens(config)
-        passes = Passes(shapes[role], config, model, pp_rank=pp_rank, tokens=tokens)
-        parameters = states[role].parameters
+        passes = Passes(shapes[role], config, role, pp_rank=pp_rank, tokens=tokens)
         activations, logits = passes.inference()
         if scores(config, role):
-            found[SCORES[role]] = PhaseMemory(parameters, activations=activations, logits=logits)
+            found[SCORES[role]] = PhaseMemory(
+                states[role].parameters, bases[role], activations=activations, logits=logits
+            )
         if role in config.algorithm.trained_roles:
-            found[UPDATES[role]] = _update(passes, states[role])
+            found[UPDATES[role]] = _update(passes, states[role], bases[role])
 
     # Send and receive buffers, each double.
     buckets = 4 * config.rollout.sync_bucket_bytes if config.num_processes > 1 else 0
@@ -179,6 +185,7 @@ def phase_memory(
         found[GENERATION] = sampling
         found[SYNC] = PhaseMemory(
             parameters=states["actor"].parameters,
+            base=bases["actor"],
             engine_weights=0 if config.rollout.is_disaggregated else weights,
             sync_buckets=buckets,
         )
@@ -188,6 +195,7 @@ def phase_memory(
     # Without offloading every phase also holds the other models and the KV cache.
     if not offloads(config):
         resident |= StateBytes(*map(sum, zip(*states.values(), strict=True)))._asdict()
+        resident["base"] = all_base_bytes(shape, config, pp_rank=pp_rank)
         found = {name: dataclasses.replace(p, **resident) for name, p in found.items()}
 
     copies = sum(fp8_weight_bytes(shapes[role], config) for role in roles)
@@ -200,7 +208,7 @@ def phase_memory(
     }
 
 
-def _update(passes: Passes, state: StateBytes) -> PhaseMemory:
+def _update(passes: Passes, state: StateBytes, base: int) -> PhaseMemory:
     """The larger of a forward-backward pass and the optimizer step.
 
     With Transformer Engine megatron-core uses its fused Adam, which needs no temporaries. torch's
@@ -216,7 +224,7 @@ def _update(passes: Passes, state: StateBytes) -> PhaseMemory:
     elif model.layer_spec == "local":
         roots = 4 * state.optimizer // optimizer_bytes(passes.config)
         activations = max(activations, roots - logits)
-    return PhaseMemory(*state, activations=activations, logits=logits)
+    return PhaseMemory(**state._asdict(), base=base, activations=activations, logits=logits)
 
 
 def _generation(shape: ModelShape, config: VapoConfig, gpu_bytes: int) -> PhaseMemory:
@@ -309,7 +317,8 @@ def kv_cache_tokens(shape: ModelShape, config: VapoConfig, *, gpu_bytes: int) ->
 def checkpoint_bytes(shape: ModelShape, config: VapoConfig) -> int:
     """Size on disk of one checkpoint of the whole job: its models and their optimizers.
 
-    Each parameter once, however many ranks hold it, including the padding of the vocabulary.
+    Each parameter once, however many ranks hold it, including the padding of the vocabulary. With
+    adapters only these and a value head: a run reads what is frozen below them where it started.
     """
     layout = Layout(shape, config)
     vocab_rows = layout.vocabulary_rows * layout.tp_size
@@ -317,7 +326,7 @@ def checkpoint_bytes(shape: ModelShape, config: VapoConfig) -> int:
     for role in config.algorithm.trained_roles:
         elements = sum(
             shard_elements(row, shape, 1, vocab_rows) * row.count(shape)
-            for row in rows(shape, role)
+            for row in own_rows(shape, config, role)
             if not row.is_copy
         )
         num_bytes += elements * DTYPE_BYTES[config.model.dtype]

@@ -9,7 +9,7 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-from vapo_megatron.config import VapoConfig
+from vapo_megatron.config import VapoConfig, check_together
 from vapo_megatron.config.phases import GENERATION
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.hf_config import ModelShape
@@ -18,6 +18,9 @@ from vapo_megatron.planning.cluster import GB, Cluster
 from vapo_megatron.planning.host_memory import host_bytes_per_node, rollout_host_bytes
 from vapo_megatron.planning.memory import PhaseMemory
 from vapo_megatron.planning.plan import peak_memory
+
+REMEDY_RANK = 32
+"""Of the adapters that are proposed where training all weights does not fit."""
 
 
 class Misfit(NamedTuple):
@@ -81,10 +84,44 @@ def check_fits(config: VapoConfig, shape: ModelShape, gpu_bytes: int) -> None:
     }
     reason = _gpu_misfit(shape, config, gpu_bytes, phases)
     if reason is not None:
+        adapters = adapters_remedy(shape, config, gpu_bytes, phases)
+        remedies = filter(None, [_remedy(config, reason), adapters])
         raise ConfigError(
-            f"this configuration cannot fit into a GPU: {reason}; {_remedy(config, reason)}, or "
+            f"this configuration cannot fit into a GPU: {reason}; {', '.join(remedies)}, or "
             "let vapo plan find a layout"
         )
+
+
+def adapters_remedy(
+    shape: ModelShape, config: VapoConfig, gpu_bytes: int, phases: dict[str, PhaseMemory]
+) -> str | None:
+    """Return a remedy where an update needs most, all weights are trained, and adapters would fit.
+
+    Args:
+        phases: peak_memory of the configuration as it is.
+    """
+    fullest = max(phases, key=lambda name: phases[name].total)
+    with_adapters = _with_adapters(config)
+    if with_adapters is None or fullest not in memory.UPDATES.values():
+        return None
+    fewer = peak_memory(shape, with_adapters, gpu_bytes)
+    needed = [fewer[name].total for name in memory.UPDATES.values() if name in fewer]
+    if max(needed) > gpu_bytes:
+        return None
+    return f"set model.lora.rank={REMEDY_RANK}"
+
+
+def _with_adapters(config: VapoConfig) -> VapoConfig | None:
+    """Return the configuration with adapters of all trained roles; None: it cannot have any."""
+    if config.model.lora.rank is not None:
+        return None
+    lora = config.model.lora.model_copy(update={"rank": REMEDY_RANK})
+    changed = config.model_copy(update={"model": config.model.model_copy(update={"lora": lora})})
+    try:
+        check_together(changed)
+    except ConfigError:
+        return None
+    return changed
 
 
 def _gpu_misfit(

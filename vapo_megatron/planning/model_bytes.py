@@ -17,7 +17,9 @@ because gradients are float32 here. Adam's step counters are left out. Frozen pa
 reference and the reward model; the actor's where value pretraining is the only stage; the critic's
 attention with algorithm.freeze_critic_attention) take b bytes each, unpadded, and nothing else.
 With Dion or Muon parameters and gradients are those without the distributed optimizer, and
-matrices.py says what the optimizer has.
+matrices.py says what the optimizer has. With adapters (model.lora) n counts these and a value head
+alone; the frozen base below them takes b bytes for each of its parameters, once for all roles that
+share it.
 """
 
 from __future__ import annotations
@@ -33,10 +35,18 @@ from vapo_megatron.models.hf_config import ModelShape, padded_vocab_size
 from vapo_megatron.models.known import shape_of
 from vapo_megatron.models.layout_rules import check_layout
 from vapo_megatron.planning import matrices
-from vapo_megatron.weights.frozen import Frozen, frozen
-from vapo_megatron.weights.holders import TrainerLayout, layout_of, num_shards, shard_elements
+from vapo_megatron.planning.parameters import (
+    adapters_of,
+    chunk_rows,
+    num_base_parameters,
+    num_parameters,
+    own_rows,
+    trained_rows,
+)
+from vapo_megatron.weights.frozen import frozen
+from vapo_megatron.weights.holders import layout_of, shard_elements
 from vapo_megatron.weights.reshard.vllm_layout import engine_elements
-from vapo_megatron.weights.table import Row, rows
+from vapo_megatron.weights.table import rows
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 
@@ -51,12 +61,6 @@ PARAMETER_ALIGNMENT = 64
 
 BUCKET_ALIGNMENT = 128
 """_pad_end_of_bucket_if_needed of the same file."""
-
-_MODULES = (
-    "embedding", "input_layernorm", "linear_proj", "self_attention", "pre_mlp_layernorm", "mlp.",
-    "final_layernorm", "output_layer",
-)  # fmt: skip
-"""Parts of parameters' names, in the order of the model's modules."""
 
 
 def role_shape(shape: ModelShape, config: VapoConfig, role: Role) -> ModelShape:
@@ -84,6 +88,7 @@ class StateBytes(NamedTuple):
     """Bytes of one role on one GPU while it trains."""
 
     parameters: int
+    """Its own; frozen ones below adapters are base_bytes."""
     gradients: int
     optimizer: int
 
@@ -155,82 +160,6 @@ class Layout:
         return {0, self.pp_size - 1}
 
 
-def chunk_parameters(
-    shape: ModelShape, config: VapoConfig, role: Role, *, pp_rank: int, trained: bool = False
-) -> list[list[int]]:
-    """Sizes of the parameters on one GPU, in elements.
-
-    Args:
-        shape: the model.
-        config: model, parallel and algorithm are used.
-        role: a critic or a reward model has H weights in place of the output projection.
-        pp_rank: pipeline stage.
-        trained: leave out frozen parameters.
-
-    Returns:
-        One list per chunk, in the order of its module's parameters.
-    """
-    found = chunk_rows(shape, config, role, pp_rank=pp_rank, trained=trained)
-    return [[size for _, size in chunk] for chunk in found]
-
-
-def chunk_rows(
-    shape: ModelShape, config: VapoConfig, role: Role, *, pp_rank: int, trained: bool = False
-) -> list[list[tuple[Row, int]]]:
-    """Return the rows of the name table with the sizes of chunk_parameters; see there."""
-    place = layout_of(shape, config.parallel, config.model.make_vocab_size_divisible_by)
-    if trained and role not in config.algorithm.trained_roles:
-        return [[] for _ in place.layers[pp_rank]]
-    kept = frozen(config.algorithm, config.model, role) if trained else Frozen(False, False)
-    return [list(chunk) for chunk in _chunks(shape, role, place, pp_rank, kept)]
-
-
-def trained_rows(
-    shape: ModelShape, config: VapoConfig, role: Role, pp_rank: int
-) -> list[tuple[Row, int]]:
-    """Return the rows and sizes of what one GPU trains, of all its chunks."""
-    chunks = chunk_rows(shape, config, role, pp_rank=pp_rank, trained=True)
-    return [one for chunk in chunks for one in chunk]
-
-
-@functools.lru_cache(maxsize=4096)
-def _chunks(
-    shape: ModelShape, role: Role, place: TrainerLayout, pp_rank: int, kept: Frozen
-) -> list[list[tuple[Row, int]]]:
-    table = sorted(rows(shape, role), key=_module_order)
-    sizes = [
-        (row, shard_elements(row, shape, num_shards(row, place.tp_size), place.vocab_rows))
-        for row in table
-        if row not in kept and place.on_first_rank(row)
-    ]
-    in_layers = [(row.layers(shape), row, size) for row, size in sizes if row.is_in_layer]
-    chunks = [
-        [(row, size) for layer in range(*layers) for of, row, size in in_layers if layer in of]
-        for layers in place.layers[pp_rank]
-    ]
-    for row, size in sizes:
-        # A tied output projection is the embedding itself on a single stage, otherwise a copy.
-        if row.is_in_layer or row.is_copy and place.pp_size == 1:
-            continue
-        stage, chunk = place.home(row)
-        if stage == pp_rank:
-            chunks[chunk].insert(0 if row is table[0] else len(chunks[chunk]), (row, size))
-    return chunks
-
-
-def _module_order(row: Row) -> int:
-    """Sort as megatron-core registers parameters: attention's output projection comes first."""
-    name = row.megatron[0]
-    return next(i for i, part in enumerate(_MODULES) if part in name)
-
-
-def num_parameters(
-    shape: ModelShape, config: VapoConfig, role: Role, *, pp_rank: int, trained: bool
-) -> int:
-    """Parameters on one GPU; arguments as in chunk_parameters."""
-    return sum(map(sum, chunk_parameters(shape, config, role, pp_rank=pp_rank, trained=trained)))
-
-
 def state_bytes(shape: ModelShape, config: VapoConfig, role: Role, *, pp_rank: int) -> StateBytes:
     """Bytes of one role's parameters, gradient buffers and optimizer state on one GPU."""
     parallel = config.parallel
@@ -262,6 +191,19 @@ def state_bytes(shape: ModelShape, config: VapoConfig, role: Role, *, pp_rank: i
     return StateBytes(parameters, gradients, optimizer)
 
 
+def base_bytes(shape: ModelShape, config: VapoConfig, role: Role, *, pp_rank: int) -> int:
+    """Bytes of the frozen weights below a role's adapters on one GPU, its own or the actor's."""
+    found = num_base_parameters(shape, config, role, pp_rank=pp_rank)
+    return found * DTYPE_BYTES[config.model.dtype]
+
+
+def all_base_bytes(shape: ModelShape, config: VapoConfig, *, pp_rank: int) -> int:
+    """Bytes of the frozen weights below adapters of all roles on one GPU, a shared base once."""
+    lora = config.model.lora
+    own = [role for role in config.roles if not (role != "reward_model" and lora.shares(role))]
+    return sum(base_bytes(shape, config, role, pp_rank=pp_rank) for role in own)
+
+
 def _with_matrices(
     shape: ModelShape, config: VapoConfig, role: Role, kind: matrices.Kind, pp_rank: int
 ) -> StateBytes:
@@ -289,8 +231,9 @@ def saved_state_bytes(shape: ModelShape, config: VapoConfig, role: Role) -> int:
     layout, kind = Layout(shape, config), matrices.kind_of(config, role)
     vocab_rows = layout.vocabulary_rows * layout.tp_size
     kept, total = frozen(config.algorithm, config.model, role), 0
-    for row in rows(shape, role):
-        if row.is_copy or row in kept:
+    has_adapters = adapters_of(shape, config, role) is not None
+    for row in own_rows(shape, config, role):
+        if row.is_copy or row in kept and not has_adapters:
             continue
         elements = shard_elements(row, shape, 1, vocab_rows)
         if kind is None:
@@ -350,11 +293,12 @@ def dummy_gradient_bytes(shape: ModelShape, config: VapoConfig) -> int:
 
     Its modules add a weight's gradient to the float32 buffer themselves and give autograd an
     uninitialised tensor of the weight's shape and type instead: one for each distinct shape, never
-    freed (get_dummy_wgrad of module/base.py, 2.11). Actor and critic have the same shapes.
+    freed (get_dummy_wgrad of module/base.py, 2.11). Actor and critic have the same shapes. A weight
+    below adapters has no gradient.
     """
     if config.model.layer_spec == "local" or config.model.dtype != "bfloat16":
         return 0
-    if not config.algorithm.trained_roles:
+    if all(adapters_of(shape, config, role) for role in config.algorithm.trained_roles):
         return 0
     h, w = shape.hidden_size, widths(shape, config.parallel.tensor_model_parallel_size)
     shapes = {(w.projected, h), (h, w.query), (2 * w.ffn, h), (h, w.ffn)}

@@ -13,7 +13,8 @@ from vapo_megatron.planning import flops, memory
 from vapo_megatron.planning.cluster import Cluster
 from vapo_megatron.planning.generation import Generation, generation
 from vapo_megatron.planning.memory import PhaseMemory
-from vapo_megatron.planning.model_bytes import Layout, role_shape, state_bytes
+from vapo_megatron.planning.model_bytes import Layout, base_bytes, role_shape, state_bytes
+from vapo_megatron.planning.parameters import adapters_of
 from vapo_megatron.planning.reshard import plan_cost
 from vapo_megatron.planning.roofline import Phase, scoring, update
 from vapo_megatron.planning.schedule import Timeline, steady_state
@@ -130,7 +131,8 @@ def offload_seconds(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> 
     """Predict the copies of a step between GPU and host memory.
 
     A role's parameters are copied in for its forward passes; for its updates parameters and
-    optimizer state are copied in and out.
+    optimizer state are copied in and out. A base below adapters is copied in for either, and never
+    out.
     """
     if not memory.offloads(config):
         return 0.0
@@ -141,7 +143,11 @@ def offload_seconds(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> 
         states = [state_bytes(of_role, config, role, pp_rank=stage) for stage in stages]
         times = 2 if role in config.algorithm.trained_roles else 0
         once = int(memory.scores(config, role))
-        copied += max(once * s.parameters + times * (s.parameters + s.optimizer) for s in states)
+        bases = [base_bytes(of_role, config, role, pp_rank=stage) for stage in stages]
+        copied += max(
+            once * s.parameters + times * (s.parameters + s.optimizer) + (once + times // 2) * base
+            for s, base in zip(states, bases, strict=True)
+        )
     return copied / cluster.rate("pcie")
 
 
@@ -187,15 +193,19 @@ def peak_memory(shape: ModelShape, config: VapoConfig, gpu_bytes: int) -> dict[s
     return {name: max((f[name] for f in found), key=lambda p: p.total) for name in found[0]}
 
 
-def model_flops(shape: ModelShape, workload: Workload) -> int:
+def model_flops(shape: ModelShape, config: VapoConfig, workload: Workload) -> int:
     """Model FLOPs of a step's updates: forward and backward, without recomputation."""
     lengths = [int(n) + workload.given_tokens for n in response_lengths(workload)]
     outputs = workload.response_tokens
     passes = {"actor": 1, "critic": workload.critic_updates_per_step}
     return sum(
-        passes[role] * flops.training_flops(shape, lengths, role=role, num_outputs=outputs)
+        passes[role]
+        * flops.training_flops(
+            shape, lengths, role=role, num_outputs=outputs,
+            adapters=adapters_of(shape, config, role),
+        )
         for role in workload.trained_roles
-    )
+    )  # fmt: skip
 
 
 def resharding_seconds(shape: ModelShape, plan: Plan) -> float:

@@ -27,6 +27,9 @@ Backward: matrix multiplications twice, attention 2.5 times (five multiplication
 twice, communication once. A recomputed layer adds one forward pass. The actor's output projection
 is always recomputed (parallel/logprobs.py), and its scores pass through memory in float32.
 
+Adapters (model.lora) add what adapters.py counts to each pass. A frozen matrix is multiplied once
+backward, as it has no gradient.
+
 The host starts kernels while the GPU computes: a stage's layers take a microbatch as long as the
 slower of the two.
 """
@@ -42,15 +45,16 @@ from vapo_megatron.config import VapoConfig
 from vapo_megatron.config.phases import VALUE_ROLES, Role
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.planning import flops
+from vapo_megatron.planning.adapters import adapted_layers
 from vapo_megatron.planning.cluster import Cluster
 from vapo_megatron.planning.matrices import kind_of, update_seconds
-from vapo_megatron.planning.model_bytes import (
-    Layout,
-    trained_rows,
-)
+from vapo_megatron.planning.model_bytes import Layout
+from vapo_megatron.planning.parameters import adapters_of, trained_rows
 from vapo_megatron.planning.workload import Loads, Workload, loads
 from vapo_megatron.weights.holders import layout_of
 
+FROZEN_MATMUL = 1.0
+"""Backward, of a matrix without a gradient."""
 BACKWARD_MATMUL, BACKWARD_ATTENTION, BACKWARD_MEMORY = 2.0, 2.5, 2.0
 BACKWARD_HOST = 1.2
 """In forward passes; measured with Cluster.layer_host_seconds."""
@@ -141,6 +145,20 @@ class _Trainer(Layout):
         num_layers, part = shape.num_layers // self.pp_size, 1 / self.cp_size
         return Rates(*(num_layers * x for x in (part * token, part * pair, 0.0, calls)))
 
+    def adapters(self, role: Role, *, forward: float, backward: float) -> Rates:
+        """All adapters of a stage; the arguments say how many passes."""
+        cluster, size, token, calls = self.cluster, self.element_bytes, 0.0, 0.0
+        parts = self.shape.hidden_size // self.residual_width
+        for one in adapted_layers(self.shape, self.config, role) or ():
+            products = 2 * one.products(parts) * (forward + BACKWARD_MATMUL * backward)
+            moved = one.traffic(parts, forward=forward, backward=backward) * size
+            token += products / cluster.rate("matmul") + moved / cluster.rate("memory")
+            passes = forward + backward
+            token += passes * cluster.all_gather_seconds(one.narrow * size, self.tp_size)
+            calls += passes * cluster.collective_seconds * (self.tp_size > 1)
+        num_layers = self.shape.num_layers // self.pp_size
+        return Rates(token=num_layers * token / self.cp_size, microbatch=num_layers * calls)
+
     def host(self, passes: float) -> Rates:
         """All layers of a stage: the host starts their kernels; in forward passes' worth."""
         num_layers = self.shape.num_layers // self.pp_size
@@ -219,6 +237,7 @@ def scoring(
     layers = trainer.layers(matmul=1, attention=1, memory=1, communication=1)
     context = trainer.context(1)
     stage = layers.plus(context).plus(trainer.sends(1))
+    stage = stage.plus(trainer.adapters(role, forward=1, backward=0))
     output = trainer.output(role, matmul=1, score_bytes=SCORE_BYTES_FORWARD)
     work = loads(
         workload, shape.hidden_size, trainer.dp_size, config.parallel.max_tokens_per_microbatch
@@ -241,8 +260,10 @@ def update(
         memory=1 + layers_again,
         communication=1 + layers_again,
     )
+    is_frozen = adapters_of(shape, config, role) is not None
+    backward_matmul = FROZEN_MATMUL if is_frozen else BACKWARD_MATMUL
     backward = trainer.layers(
-        matmul=BACKWARD_MATMUL,
+        matmul=backward_matmul,
         attention=BACKWARD_ATTENTION,
         memory=BACKWARD_MEMORY,
         communication=1,
@@ -254,10 +275,11 @@ def update(
     # Forward, recomputed, and backward, where their gradients go as well.
     context = trainer.context(1 + attention_again + 2)
     stage = forward.plus(backward).plus(context).plus(accumulated).plus(trainer.sends(2))
+    stage = stage.plus(trainer.adapters(role, forward=1 + layers_again, backward=1))
     host = trainer.host(1 + layers_again + BACKWARD_HOST)
     # Forward, recomputed, and backward.
     score_bytes = SCORE_BYTES_FORWARD + SCORE_BYTES_BACKWARD
-    output = trainer.output(role, matmul=2 + BACKWARD_MATMUL, score_bytes=score_bytes)
+    output = trainer.output(role, matmul=2 + backward_matmul, score_bytes=score_bytes)
 
     work = loads(workload, shape.hidden_size, trainer.dp_size, parallel.max_tokens_per_microbatch)
     count = float(work.microbatches[:, 0].sum())

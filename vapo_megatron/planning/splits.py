@@ -125,7 +125,7 @@ def _at_least(
 ) -> float:
     """Lower bound of a step: the trainers do nothing but the updates' products, at full rate."""
     trainers = chosen.config.parallel.world_size
-    updates = model_flops(shape, workload) / trainers / cluster.rate("matmul")
+    updates = model_flops(shape, chosen.config, workload) / trainers / cluster.rate("matmul")
     lag = chosen.config.rollout.lag
     return steady_state([chosen.seconds], [updates], sync=0.0, lag=lag).step_seconds
 

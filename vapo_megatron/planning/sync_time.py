@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.models.hf_config import ModelShape
+from vapo_megatron.planning.adapters import adapted_layers
 from vapo_megatron.planning.cluster import Cluster
 from vapo_megatron.planning.model_bytes import Layout, engine_weight_bytes
+
+MERGED_BYTES = 28
+"""Memory traffic for each element of a weight that an adapter's product is added to: a float32 copy
+(6), the product (4), their sum (12) and the weight in its own type (6)."""
 
 
 def sync_seconds(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> float:
@@ -13,10 +18,12 @@ def sync_seconds(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> flo
 
     Each node receives the part of the model that its ranks do not hold, once, through all its
     adapters. Meanwhile each rank receives within the node what it is missing of its vLLM shard, and
-    then reads and writes that shard. Latencies are left out.
+    then reads and writes that shard. Latencies are left out. Adapters are merged into the weights
+    before, so that as many bytes are sent.
     """
+    merged = _merge_seconds(shape, config, cluster)
     if config.rollout.is_disaggregated:
-        return _sync_to_rollout_workers(shape, config, cluster)
+        return merged + _sync_to_rollout_workers(shape, config, cluster)
     trainer = Layout(shape, config)
     shard = engine_weight_bytes(shape, config)
     rollout_tp_size = config.rollout.tensor_model_parallel_size
@@ -28,7 +35,16 @@ def sync_seconds(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> flo
     across = (1 - share) * model / per_node / cluster.rate("network")
     missing = 1 - min(1.0, rollout_tp_size / (trainer.tp_size * trainer.pp_size))
     within = missing * shard / cluster.rate("nvlink")
-    return max(across, within) + 2 * shard / cluster.rate("memory")
+    return merged + max(across, within) + 2 * shard / cluster.rate("memory")
+
+
+def _merge_seconds(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> float:
+    """Estimate how long a trainer takes to add the adapters' products to its weights."""
+    elements = sum(
+        layer.outputs * layer.inputs for layer in adapted_layers(shape, config, "actor") or ()
+    )
+    layers = shape.num_layers // config.parallel.pipeline_model_parallel_size
+    return layers * elements * MERGED_BYTES / cluster.rate("memory")
 
 
 def _sync_to_rollout_workers(shape: ModelShape, config: VapoConfig, cluster: Cluster) -> float:
