@@ -7,6 +7,7 @@ what moves to the host, what a checkpoint holds. Not exercised: a GPU.
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.distributed.measure import Layout
 from tests.parallel.training import parallel_fields
@@ -224,3 +225,25 @@ def test_only_adapters_and_the_head_are_trained_reduced_moved_and_saved(workers,
             alike = LAYERS * RANK * (5 * HIDDEN + 2 * HIDDEN)
             whole = sum(rank[role]["trained"] for rank in results)
             assert whole == ADAPTERS + alike + 2 * head
+
+
+def products(hf_path):
+    """How often a layer's product is one for each token, of actor and reference; a worker's
+    function."""
+    from torch.profiler import profile
+
+    from tests.weights.loaded import forward
+
+    roles, size = build(hf_path, Layout()), 37
+    counts = {}
+    for name in ("actor", "reference"):
+        with roles[name].placed.held("parameters"), profile(record_shapes=True) as seen:
+            forward(roles[name].placed.model[0], torch.arange(size)[None])
+        found = [e.input_shapes[0][0] for e in seen.events() if e.name == "aten::bmm"]
+        counts[name] = sum(batches == size for batches in found)
+    return counts
+
+
+def test_frozen_layers_multiply_all_tokens_at_once(workers, hf_path):
+    (counts,) = workers.run(1, products, hf_path)
+    assert counts == {"actor": 0, "reference": 0}

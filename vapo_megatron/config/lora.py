@@ -48,10 +48,11 @@ class LoraConfig(Section):
 
     def of(self, role: str) -> bool:
         """Whether a role has adapters; a reference policy has the actor's initial ones."""
-        of_actor = self.path is not None if role == "reference" else "actor" in self.roles
-        return self.rank is not None and (of_actor if role != "critic" else "critic" in self.roles)
+        if role == "reference":
+            return self.rank is not None and self.path is not None
+        return self.rank is not None and role in self.roles
 
     def shares(self, role: str) -> bool:
         """Whether a role computes with the actor's frozen weights."""
-        is_frozen = role == "reference" or self.of(role)
-        return self.share_base and self.of("actor") and role != "actor" and is_frozen
+        is_frozen = role == "reference" or (role == "critic" and self.of(role))
+        return self.share_base and self.of("actor") and is_frozen

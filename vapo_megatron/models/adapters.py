@@ -170,19 +170,26 @@ def has_adapters(chunks: Sequence[torch.nn.Module]) -> bool:
     return any(isinstance(module, Adapter) for chunk in chunks for module in chunk.modules())
 
 
-def require_input_gradients(chunk: torch.nn.Module) -> None:
-    """Let recomputation see a gradient to compute where all before an adapter is frozen.
+def prepare_frozen(chunk: torch.nn.Module, *, learns: bool) -> None:
+    """Change what the embedding returns for layers whose weights are frozen, but not its values.
 
-    What the embedding returns needs none by itself, and a checkpointed function whose inputs need
-    no gradient returns outputs that have none.
+    The embedding's output needs no gradient by itself, and recomputation of a function whose inputs
+    need none returns outputs that have none. It is also a transposed view, which torch multiplies
+    with a weight that needs no gradient token by token, and not as one product.
+
+    Args:
+        chunk: without DDP; only the first of the first stage has an embedding.
+        learns: adapters are trained behind it.
     """
     embedding = getattr(chunk, "embedding", None)
     if embedding is None:
         return
 
-    def mark(module: torch.nn.Module, given: tuple[Any, ...], output: Tensor) -> Tensor:
-        if not torch.is_grad_enabled() or output.requires_grad:
-            return output
-        return output.detach().requires_grad_()
+    def change(module: torch.nn.Module, given: tuple[Any, ...], output: Tensor) -> Tensor:
+        if output.shape[1] == 1:
+            output = output.reshape(-1, output.shape[-1]).unsqueeze(1)
+        if learns and torch.is_grad_enabled() and not output.requires_grad:
+            output = output.detach().requires_grad_()
+        return output
 
-    embedding.register_forward_hook(mark)
+    embedding.register_forward_hook(change)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from vapo_megatron.models.adapters import Adapter, Pairs, attach, require_input_gradients
+from vapo_megatron.models.adapters import Adapter, Pairs, attach, prepare_frozen
 from vapo_megatron.weights.adapter_table import is_adapted, target_of, targets_of
 from vapo_megatron.weights.holders import part_bounds, shard_axis, shard_dim
 from vapo_megatron.weights.parameters import LocalParameter, local_parameters
@@ -61,7 +61,7 @@ def attach_adapters(
         path, _, name = one.name.removesuffix(".weight").rpartition(".")
         attach(chunk.get_submodule(path), name, adapter)
     for chunk in chunks:
-        require_input_gradients(chunk)
+        prepare_frozen(chunk, learns=True)
 
 
 def _linear_layers(
