@@ -19,6 +19,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.format_utils import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from tests.rollout.tiny_tokenizer import ANSWERS, write_tiny_tokenizer
 from tests.weights.peft_directory import load_with_peft, write_adapters
@@ -199,6 +202,43 @@ def test_a_run_starts_from_a_peft_directory(inputs, tmp_path):
     # The reference policy has the same adapters.
     assert abs(rows[2]["actor/reference_kl"]) < 1e-6
     assert rows[2]["rollout/logprob_diff_max"] < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("with_optimizer", [True, False])
+def test_a_run_starts_with_the_critic_of_a_value_stage(inputs, tmp_path, with_optimizer):
+    stage = ["algorithm.stage=value_pretraining", "algorithm.value_pretraining_steps=2"]
+    stage += ["algorithm.kl_coef=0", "algorithm.lambda_critic=1"]
+    train(inputs, tmp_path / "stage", 1, *MERGED, *stage)
+    values = saved(tmp_path / "stage", 2, "critic")
+    assert any(t.any() for name, t in values.items() if name.endswith("_adapter.B"))
+    train(
+        inputs, tmp_path / "run", 1, *MERGED, f"model.critic_checkpoint={tmp_path}/stage",
+        f"model.critic_checkpoint_optimizer={str(with_optimizer).lower()}",
+        "algorithm.value_pretraining_steps=0", "optimizer.critic_learning_rate=1e-12",
+    )  # fmt: skip
+    again = saved(tmp_path / "run", 1, "critic")
+    assert values.keys() == again.keys()
+    for name, tensor in values.items():
+        if not name.startswith("optimizer."):
+            assert torch.allclose(again[name], tensor, atol=1e-8), name
+    # Moments are kept, or begin anew.
+    moments = [n for n in values if ".exp_avg." in n and values[n].any()]
+    kept = [torch.nn.functional.cosine_similarity(values[n].flatten(), again[n].flatten(), dim=0)
+            for n in moments]  # fmt: skip
+    assert (min(kept) > 0.5) == with_optimizer
+
+
+def saved(run_dir, step, role):
+    """Every tensor of a checkpoint in full, as torch reads it."""
+    tensors = {}
+    _load_state_dict(
+        tensors,
+        storage_reader=FileSystemReader(run_dir / f"checkpoints/step_{step:06d}/{role}"),
+        planner=_EmptyStateDictLoadPlanner(),
+        no_dist=True,
+    )
+    return {name: value for name, value in tensors.items() if torch.is_tensor(value)}
 
 
 def refused(inputs, tmp_path, *overrides, run="run"):

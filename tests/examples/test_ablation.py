@@ -136,6 +136,23 @@ CHANGED_ALL = {
 """Against VAPO, written out: the arms read the recipes, and these must not say anything else."""
 
 
+def changed_by_adapters(form):
+    """The same of a form's arms with adapters, whose learning rates are multiples of the form's."""
+    rates = {"actor": 5e-4 if form == "lora" else 2.5e-4, "critic": 5e-4}
+    lora = {"alpha": 32.0, "targets": None, "path": None, "share_base": True}
+    return {
+        f"rank{rank}_{who}_x{times}": {
+            **{f"optimizer.{r}_learning_rate": rates[r] * times for r in roles},
+            "model.lora": {**lora, "rank": rank, "roles": roles},
+        }
+        for rank in (1, 8, 32)
+        for who, roles in (
+            ("actor", ["actor"]), ("critic", ["critic"]), ("both", ["actor", "critic"])
+        )
+        for times in (1, 3, 10)
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("form", TABLES)
 def test_each_arm_differs_from_vapo_in_what_it_names_and_nothing_else(tmp_path, form):
     table = TABLES[form]
@@ -144,7 +161,9 @@ def test_each_arm_differs_from_vapo_in_what_it_names_and_nothing_else(tmp_path, 
     jobs = {job.out.name: job for job in made}
     reward_model = {"reward_model"} if table.has_reward_model else set()
     # With exact values no critic is needed.
-    values = set() if form == "keys_rare" else {"value"}
+    # Nor one of the seed's where each arm pretrains its own.
+    has_adapters = form.removeprefix("keys_") == "lora"
+    values = set() if form == "keys_rare" or has_adapters else {"value"}
     assert set(jobs) - set(arms) == {"base", "data"} | values | reward_model
     vapo = jobs["vapo"].settings
     start = {"critic_hf_path": "reward_model", "critic_checkpoint": "value", "hf_path": "base"}
@@ -153,7 +172,8 @@ def test_each_arm_differs_from_vapo_in_what_it_names_and_nothing_else(tmp_path, 
     for name, value in start.items():
         assert vapo[f"model.{name}"] == value, "the seed's own"
     for name in set(arms) - {"vapo"}:
-        settings, differing = jobs[name].settings, CHANGED_ALL[name]
+        settings = jobs[name].settings
+        differing = changed_by_adapters(form)[name] if has_adapters else CHANGED_ALL[name]
         # What VAPO has already is no change.
         differing = {f: v for f, v in differing.items() if vapo[f] != v}
         fields = [f for f in vapo if vapo[f] != settings.get(f) and not f.startswith("made from")]
@@ -172,7 +192,8 @@ def test_each_arm_differs_from_vapo_in_what_it_names_and_nothing_else(tmp_path, 
         assert ("seed_3/value" in jobs[name].needs) == has_value
     assert all(jobs[name].settings["algorithm.gamma"] == 0.5 for name in (*arms, *values))
     tasks = {
-        "lag": "short", "placement": "long", "optimizers": "short", "keys_optimizers": "keys"
+        "lag": "short", "placement": "long", "optimizers": "short", "keys_optimizers": "keys",
+        "lora": "short", "keys_lora": "keys",
     }  # fmt: skip
     task = tasks.get(form, form)
     assert all(jobs[name].settings["form"] == task for name in ("base", "data"))

@@ -145,6 +145,7 @@ def resident(hf_path, share_base):
             return psutil.Process().memory_info().rss - before
 
 
+@pytest.mark.slow
 def test_memory_holds_the_weights_once(workers, tmp_path):
     path = write_tiny_hf(
         tmp_path / "hf", hidden=512, heads=8, kv_heads=8, ffn=2048, vocab=300, num_layers=12

@@ -104,7 +104,7 @@ def _field_path(loc: Sequence[Any]) -> tuple[tuple[str, ...], Any]:
     section: Any = VapoConfig
     path: list[str] = []
     rest = [*loc]
-    while section is not None:
+    while section is not None and rest:
         path.append(str(rest.pop(0)))
         info = section.model_fields[path[-1]]
         section = info.annotation if hasattr(info.annotation, "model_fields") else None
@@ -122,6 +122,8 @@ def _explain_field(path: tuple[str, ...], errors: Sequence[Any]) -> str:
     _, info = _field_path(errors[0]["loc"])
     name = ".".join(p for p in path if not p.startswith("["))
     name += "".join(p for p in path if p.startswith("["))
+    if hasattr(info.annotation, "model_fields"):
+        return f"{name}={errors[0]['input']!r:.60} must be a section; set {name}.FIELD=VALUE"
     return (
         f"{name}={errors[0]['input']!r} must be {' or '.join(dict.fromkeys(rules))}; change it, or "
         f"leave it out for the default {_default(info)} ({info.description})"

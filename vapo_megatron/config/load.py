@@ -210,18 +210,23 @@ def _suggest_in_section(section: type[BaseModel], tree: Any, path: str) -> None:
 
 
 def _all_fields() -> list[str]:
-    """Return every field that stands in a section of its own, as section.field."""
-    return [
-        f"{name}.{inner}"
-        for name, top in VapoConfig.model_fields.items()
-        for inner in getattr(top.annotation, "model_fields", ())
-    ]
+    """Return every field of a section, as section.field; those of a section within one last."""
+    found: list[str] = []
+    nested: list[str] = []
+    for name, top in VapoConfig.model_fields.items():
+        for inner, info in getattr(top.annotation, "model_fields", {}).items():
+            own = getattr(info.annotation, "model_fields", None)
+            if own is None:
+                found.append(f"{name}.{inner}")
+            else:
+                nested += [f"{name}.{inner}.{field}" for field in own]
+    return found + nested
 
 
 def _same_name(path: str) -> str | None:
     """Suggest the field of the same name in another section."""
     last = path.rpartition(".")[2]
-    same = [field for field in _all_fields() if field.partition(".")[2] == last]
+    same = [field for field in _all_fields() if field.rpartition(".")[2] == last]
     return f"did you mean {same[0]}?" if same else None
 
 
@@ -230,7 +235,7 @@ def _hint(section: type[BaseModel], key: str, prefix: str, leaves: list[str]) ->
     names = list(section.model_fields)
     if close := difflib.get_close_matches(key, names, n=1):
         return f"did you mean {prefix}{close[0]}?"
-    fields = {field.partition(".")[2]: field for field in reversed(_all_fields())}
+    fields = {field.rpartition(".")[2]: field for field in reversed(_all_fields())}
     for path in leaves:
         if close := difflib.get_close_matches(path.rpartition(".")[2], fields, n=1, cutoff=0.7):
             return f"did you mean {fields[close[0]]}?"

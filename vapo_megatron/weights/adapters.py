@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,32 +46,17 @@ def attach_adapters(
         sequence_parallel: parallel.sequence_parallel.
     """
     targets = targets_of(shape, lora)
-    for chunk, one in _linear_layers(chunks, shape, role):
-        if not is_adapted(one.row, shape, targets):
-            continue
-        pairs = _pairs(one, shape, ranks)
-        initial = {
-            target_of(name): _initial(name, pairs, lora.rank, columns, ranks, one, seed)
-            for name, (_, columns) in zip(one.hf_names, one.row.shapes(shape), strict=True)
-            if target_of(name) in targets
-        }
-        adapter = Adapter(
-            one.data, pairs, initial, lora.factor, sequence_parallel=sequence_parallel
-        )
-        path, _, name = one.name.removesuffix(".weight").rpartition(".")
-        attach(chunk.get_submodule(path), name, adapter)
-    for chunk in chunks:
-        prepare_frozen(chunk, learns=True)
-
-
-def _linear_layers(
-    chunks: Sequence[torch.nn.Module], shape: ModelShape, role: str
-) -> Iterator[tuple[torch.nn.Module, LocalParameter]]:
-    """Yield (chunk, weight) of what may have adapters."""
     for chunk in chunks:
         for one in local_parameters([chunk], shape, role):
-            if one.row.is_layer_matrix(shape):
-                yield chunk, one
+            if is_adapted(one.row, shape, targets):
+                adapter = Adapter(
+                    one.data, _pairs(one, shape, ranks),
+                    _initial(one, shape, ranks, lora, targets, seed), lora.factor,
+                    sequence_parallel=sequence_parallel,
+                )  # fmt: skip
+                path, _, name = one.name.removesuffix(".weight").rpartition(".")
+                attach(chunk.get_submodule(path), name, adapter)
+        prepare_frozen(chunk, learns=True)
 
 
 def _pairs(one: LocalParameter, shape: ModelShape, ranks: Ranks) -> Pairs:
@@ -91,22 +76,28 @@ def _pairs(one: LocalParameter, shape: ModelShape, ranks: Ranks) -> Pairs:
 
 
 def _initial(
-    name: str,
-    pairs: Pairs,
-    rank: int | None,
-    columns: int,
-    ranks: Ranks,
     one: LocalParameter,
+    shape: ModelShape,
+    ranks: Ranks,
+    lora: LoraConfig,
+    targets: Sequence[str],
     seed: int,
-) -> Tensor:
-    """Draw an A as PEFT does (Kaiming, uniform within 1 / sqrt(in)), and take this rank's part."""
-    assert rank is not None, "there are no adapters"
-    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-    bound = 1 / math.sqrt(columns)
-    whole = (torch.rand(rank, columns, generator=generator, device="cpu") * 2 - 1) * bound
-    if not pairs.by_columns:
-        return whole
-    axis = shard_axis(one.row, ranks)
-    # A view would keep all of it in memory.
-    return whole.chunk(axis.size, 1)[axis.rank].contiguous()
+) -> dict[str, Tensor]:
+    """Draw the A of a weight's targets as PEFT does (Kaiming, uniform within 1 / sqrt(in)).
+
+    Each is drawn whole, by its matrix's name, and a rank keeps its columns of it.
+    """
+    assert lora.rank is not None, "there are no adapters"
+    axis, found = shard_axis(one.row, ranks), {}
+    for name, (_, columns) in zip(one.hf_names, one.row.shapes(shape), strict=True):
+        if target_of(name) not in targets:
+            continue
+        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+        whole = torch.rand(lora.rank, columns, generator=generator, device="cpu")
+        whole = (whole * 2 - 1) / math.sqrt(columns)
+        if shard_dim(one.row.kind) == 1:
+            # A view would keep all of it in memory.
+            whole = whole.chunk(axis.size, 1)[axis.rank].contiguous()
+        found[target_of(name)] = whole
+    return found

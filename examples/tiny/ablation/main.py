@@ -38,7 +38,7 @@ KEYS = credit.arms.TABLES
 
 def _with_adapters(table: Table, actor_rate: float, critic_rate: float) -> Table:
     arms, more_arms = adapters.arms(actor_rate, critic_rate, factor=3)
-    return dataclasses.replace(table, arms=arms, more_arms=more_arms)
+    return dataclasses.replace(table, arms=arms, more_arms=more_arms, has_reward_model=False)
 
 
 TABLES = {
