@@ -85,7 +85,8 @@ def _compare(options: argparse.Namespace, worker: Sequence[str]) -> int:
     if silent:
         print(
             f"\n{silent} of {len(differences)} parameters have no gradient in a: a value head of "
-            "zeros passes none on, set model.value_head_init_std"
+            "zeros passes none on, set model.value_head_init_std; nor does an adapter's B, which "
+            "is 0 at first, set model.lora.path"
         )
     over = [d for d in differences if not d.relative <= options.tolerance]
     verdict = f"{len(over)} exceed" if over else "none exceeds"
