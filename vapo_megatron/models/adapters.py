@@ -100,7 +100,8 @@ class Adapter(torch.nn.Module):
         of_target = dict(zip(self.A, narrow.split(self.rank, -1), strict=True))
         groups = self.pairs.num_groups
         outputs = []
-        for target, rows in zip(self.pairs.targets, self._rows_of_b(self.B), strict=True):
+        for target, own in zip(self.pairs.targets, self._turns(self.B), strict=True):
+            rows = own.flatten(0, 1)
             if target in of_target:
                 product = linear(of_target[target], rows)
             else:
@@ -108,31 +109,21 @@ class Adapter(torch.nn.Module):
             outputs.append(product.unflatten(-1, (groups, len(rows) // groups)))
         return torch.cat(outputs, -1).flatten(-2)
 
-    def _rows_of_b(self, matrix: Tensor) -> list[Tensor]:
-        """Return the rows of each target in [out, ...], where they take turns."""
+    def _turns(self, matrix: Tensor) -> Sequence[Tensor]:
+        """Return views [groups, rows, ...] of each target's rows of [out, ...]."""
         groups = self.pairs.num_groups
         sizes = [count // groups for count in self.pairs.num_rows]
-        parts = matrix.unflatten(0, (groups, sum(sizes))).split(sizes, 1)
-        return [part.flatten(0, 1) for part in parts]
+        return matrix.unflatten(0, (groups, sum(sizes))).split(sizes, 1)
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
         """Return W + alpha / r B A of this rank [out, in], added in float32, in the type of W."""
         total = weight.to(torch.float32, copy=True)
-        views = self._rows_in_place(total)
-        for target, view, rows in zip(
-            self.pairs.targets, views, self._rows_of_b(self.B), strict=True
-        ):
+        turns = zip(self.pairs.targets, self._turns(total), self._turns(self.B), strict=True)
+        for target, view, rows in turns:
             if target in self.A:
-                product = rows.float() @ self.A[target].float() * self.factor
-                view += product.view(view.shape)
+                view += rows.float() @ self.A[target].float() * self.factor
         return total.to(weight.dtype)
-
-    def _rows_in_place(self, matrix: Tensor) -> Sequence[Tensor]:
-        """Return views [groups, rows, in] of each target's rows of the weight."""
-        groups = self.pairs.num_groups
-        sizes = [count // groups for count in self.pairs.num_rows]
-        return matrix.unflatten(0, (groups, sum(sizes))).split(sizes, 1)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -163,11 +154,6 @@ def attach(parent: torch.nn.Module, name: str, adapter: Adapter) -> None:
         return output[0] + adapter(inputs), *output[1:]
 
     layer.register_forward_hook(add)
-
-
-def has_adapters(chunks: Sequence[torch.nn.Module]) -> bool:
-    """Have model chunks adapters, with or without DDP around them?"""
-    return any(isinstance(module, Adapter) for chunk in chunks for module in chunk.modules())
 
 
 def prepare_frozen(chunk: torch.nn.Module, *, learns: bool) -> None:

@@ -200,7 +200,7 @@ def base_bytes(shape: ModelShape, config: VapoConfig, role: Role, *, pp_rank: in
 def all_base_bytes(shape: ModelShape, config: VapoConfig, *, pp_rank: int) -> int:
     """Bytes of the frozen weights below adapters of all roles on one GPU, a shared base once."""
     lora = config.model.lora
-    own = [role for role in config.roles if not (role != "reward_model" and lora.shares(role))]
+    own = [role for role in config.roles if not lora.shares(role)]
     return sum(base_bytes(shape, config, role, pp_rank=pp_rank) for role in own)
 
 

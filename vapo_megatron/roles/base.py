@@ -1,8 +1,8 @@
 """Frozen weights below adapters (LoRA), which several roles share: one copy, moved by itself.
 
-Before: a model is built and its weights are loaded. After `freeze`: its parameters but for a value
-head are frozen and belong to a Base. A Base that `give`s them to another role's model replaces that
-model's own, so that both compute with the same storage.
+Before: a model is built and its weights are loaded. A Base freezes its parameters, but for a value
+head. After `give` another role's model has these in place of its own, so that both compute with the
+same storage.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def load_model(
     Args:
         role: a reference policy is built as the actor is.
         hf_path: initial weights; None: random until a checkpoint is loaded.
-        shared: weights of another role to compute with; hf_path then has the value head alone.
+        shared: weights of another role to compute with; hf_path is then not read.
     """
     lora, built_as = config.model.lora, "actor" if role == "reference" else role
     model = build_model(shape, config.model, config.parallel, ranks, built_as, seed=config.seed)

@@ -13,7 +13,7 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -202,12 +202,8 @@ class WeightSync:
             )
         self._raise_together(found, "the engine's weights differ from the trainer's")
 
-    def _live(self, lora: LoraConfig | None | Literal["both"] = "both") -> dict[str, LiveWeight]:
-        """Return the engine's weights, or the matrices of its adapter, or both."""
-        live = self._engine.live_weights() if self._engine else {}
-        if lora == "both":
-            return live
-        return {n: w for n, w in live.items() if n.startswith(ADAPTER_NAME) == (lora is not None)}
+    def _live(self) -> dict[str, LiveWeight]:
+        return self._engine.live_weights() if self._engine else {}
 
     @property
     def _rank(self) -> int:
@@ -221,7 +217,8 @@ class WeightSync:
     ) -> _Prepared:
         """Make the plan of the weights, or of the adapters, and check it; raises on all ranks."""
         rollout, worlds, rank = self._rollout, self._worlds, self._rank
-        live = self._live(lora)
+        apart = lora is not None
+        live = {n: w for n, w in self._live().items() if n.startswith(ADAPTER_NAME) == apart}
         weights = all_weights(chunks, live)
         parameters = local_parameters(chunks, self._shape, "actor")
         own = self._trainer_layout(parameters)
