@@ -46,8 +46,7 @@ def adapters_of(shape: ModelShape, config: VapoConfig, role: Role) -> Adapters |
         ConfigError: model.lora.targets names matrices of experts.
     """
     lora = config.model.lora
-    # A reward model is another model, and never trained.
-    if lora.rank is None or role == "reward_model":
+    if lora.rank is None:
         return None
     if lora.of(role):
         return Adapters(lora.rank, targets_of(shape, lora))
