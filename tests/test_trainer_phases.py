@@ -86,7 +86,7 @@ def kept(run_dir):
     """The lines that tell of a step's skipped updates; a worker's function."""
     from tests.dumped import rollouts
     from vapo_megatron.rollout.source import RolloutSource
-    from vapo_megatron.run.output import kept_if_skipped
+    from vapo_megatron.run.skipped import kept_if_skipped
 
     algorithm, notes = config(run_dir).algorithm, []
     dump = functools.partial(RolloutSource.dump, None, scored=rollouts(), algorithm=algorithm)

@@ -278,7 +278,7 @@ def _nothing_before_adapters_learns() -> Patches:
     """The embedding's output needs no gradient, so recomputed layers have none."""
     from vapo_megatron.weights import adapters
 
-    return [(adapters, "prepare_frozen", lambda chunk, learns: None)]
+    return [(adapters, "prepare_frozen", lambda chunk: None)]
 
 
 OF_ADAPTERS = {

@@ -117,6 +117,8 @@ def _pipeline(hf_path, layout, batched=None):
     outputs = forward_only(trained.chunks, trained.microbatches, head)
     values = forward_only(trained.chunks, trained.microbatches, lambda o, m: head(o, m)[:, 0])
     metrics = forward_backward(trained.chunks, trained.microbatches, trained.loss)
+    kept = [chunk.module.decoder.input_tensor for chunk in trained.chunks]
+    assert kept == [None] * len(kept), "an input outlives its pass, and so does its gradient"
     return outputs, values, {k: float(v) for k, v in metrics.items()}, seen
 
 

@@ -156,16 +156,15 @@ def attach(parent: torch.nn.Module, name: str, adapter: Adapter) -> None:
     layer.register_forward_hook(add)
 
 
-def prepare_frozen(chunk: torch.nn.Module, *, learns: bool) -> None:
-    """Change what the embedding returns for layers whose weights are frozen, but not its values.
+def prepare_frozen(chunk: torch.nn.Module) -> None:
+    """Change what the embedding returns for the adapters behind it, but not its values.
 
     The embedding's output needs no gradient by itself, and recomputation of a function whose inputs
     need none returns outputs that have none. It is also a transposed view, which torch multiplies
-    with a weight that needs no gradient token by token, and not as one product.
+    with the first layer's A token by token, and not as one product.
 
     Args:
         chunk: without DDP; only the first of the first stage has an embedding.
-        learns: adapters are trained behind it.
     """
     embedding = getattr(chunk, "embedding", None)
     if embedding is None:
@@ -174,7 +173,7 @@ def prepare_frozen(chunk: torch.nn.Module, *, learns: bool) -> None:
     def change(module: torch.nn.Module, given: tuple[Any, ...], output: Tensor) -> Tensor:
         if output.shape[1] == 1:
             output = output.reshape(-1, output.shape[-1]).unsqueeze(1)
-        if learns and torch.is_grad_enabled() and not output.requires_grad:
+        if torch.is_grad_enabled() and not output.requires_grad:
             output = output.detach().requires_grad_()
         return output
 

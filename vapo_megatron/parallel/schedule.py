@@ -17,7 +17,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
 from vapo_megatron.data.batch import RolloutBatch
@@ -167,7 +167,7 @@ def _run(
     device = backend.device()
     # Each microbatch is moved to the device when its forward pass starts.
     iterators = [(_moved(microbatch, device) for microbatch in padded) for _ in chunks]
-    return get_forward_backward_func()(
+    results = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators if len(iterators) > 1 else iterators[0],
         model=list(chunks),
@@ -178,6 +178,10 @@ def _run(
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
     )
+    for chunk in chunks:
+        # A later stage's model keeps its last input otherwise, and the gradient of it.
+        get_attr_wrapped_model(chunk, "set_input_tensor")(None)
+    return results
 
 
 def _pad_to_groups(microbatches: Sequence[Microbatch], ranks: groups.Ranks) -> list[Microbatch]:

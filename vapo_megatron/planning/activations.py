@@ -274,22 +274,26 @@ class Passes:
         """Return the peak of a forward pass without gradients: (activations, logits), to be added.
 
         In a layer: the stage's input, the layer's input, the norm's output and the previous
-        microbatch's output, with the residual stream, gate, up and product (a CPU has gate and up
-        twice), or with the projection, a copy of its query, rotated query and key, and attention's
-        output; or what adapters have at one time. After the layers: the hidden states, the same
-        gathered, those of the predicting tokens, and the scores.
+        microbatch's output (but not values), with the residual stream, gate, up and product (a CPU
+        has gate and up twice), or with the projection, a copy of its query, rotated query and key,
+        and attention's output; or what adapters have at one time. After the layers: the hidden
+        states, the same gathered, those of the predicting tokens, and the scores.
         """
         layout, w = self._layout, self._layout.widths
         h, bytes_per_channel = layout.residual_width, self.tokens * layout.element_bytes
-        mlp = 5 * h + (5 if self.on_cpu else 3) * w.ffn + 3 * layout.dispatched_width
-        attention = 4 * h + w.projected + 3 * w.query + w.key
+        # A virtual pipeline's last rank has the outputs of its other chunks.
+        is_cut = self.config.parallel.virtual_pipeline_model_parallel_size is not None
+        only_values = self._is_last and self.role in VALUE_ROLES and not is_cut
+        held = (3 if only_values else 4) * h
+        mlp = held + h + (5 if self.on_cpu else 3) * w.ffn + 3 * layout.dispatched_width
+        attention = held + w.projected + 3 * w.query + w.key
         buffers = self._gather_buffer()
         if self._adapted is not None:
             whole, buffers = buffers // bytes_per_channel, 0
             query = named(self._adapted, "linear_qkv")
-            mlp = max(mlp, 5 * h + max(2 * w.ffn + whole, self._adding(self._adapted)))
+            mlp = max(mlp, held + h + max(2 * w.ffn + whole, self._adding(self._adapted)))
             joined = 3 * query.outputs if query else 0
-            attention = max(attention, 4 * h + max(w.projected + whole, joined))
+            attention = max(attention, held + max(w.projected + whole, joined))
         logits = self._logits(training=False)
         after = bytes_per_channel * (h + 2 * w.hidden) if logits else 0
         layer = bytes_per_channel * max(mlp, attention)

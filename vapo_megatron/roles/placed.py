@@ -10,7 +10,6 @@ from torch.nn import Module
 
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.config.phases import Held, Role
-from vapo_megatron.models.adapters import prepare_frozen
 from vapo_megatron.models.build import build_model
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.parallel.gradient_buffers import wait_for_parameters
@@ -55,8 +54,6 @@ def load_model(
     elif hf_path is not None:
         load_hf_weights(model, shape, hf_path, ranks, built_as)
     if not lora.of(role):
-        for chunk in model if shared is not None else []:
-            prepare_frozen(chunk, learns=False)
         _freeze(model, shape, config, role)
         return Loaded(model, shared)
     base = shared or Base(model, keeps_head=role == "critic")

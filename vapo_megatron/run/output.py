@@ -1,9 +1,9 @@
-"""A run's output: the display, a row per step, some responses, all those of a skipped update."""
+"""A run's output: the display, a row per step, some responses."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -21,7 +21,6 @@ from vapo_megatron.parallel import backend
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.memory import PeakMemory
 from vapo_megatron.parallel.reduce import max_over_world, sum_over_world
-from vapo_megatron.roles.trained import UpdatesSkipped
 from vapo_megatron.rollout.source import OnProgress, RolloutSource
 from vapo_megatron.run.metrics import MetricsWriter
 from vapo_megatron.run.phase_timer import PhaseTimer, tokens_per_second
@@ -179,45 +178,3 @@ class RunOutput:
             own = {s.rollout.position: s for s in source.recorded(scored)}
             records = group_records([own[p] for p in positions], tokens, decode)
             self._writer.write_rollouts(step + 1, records)
-
-
-@contextlib.contextmanager
-def kept_if_skipped(
-    run_dir: Path,
-    step: int,
-    dump: Callable[..., None],
-    note: Callable[[str], None],
-) -> Iterator[dict[str, float]]:
-    """Dump a step's responses if an update in the body was skipped, for --replay. Collective.
-
-    They go to RUN/skipped/step_*/, as in rollout/dump.py, and are never deleted.
-
-    Args:
-        run_dir: of the run.
-        step: from 1.
-        dump: RolloutSource.dump with the step's responses.
-        note: prints a line.
-
-    Yields:
-        A dict for the metrics of the updates.
-
-    Raises:
-        UpdatesSkipped: the body's, with the step and where its responses are.
-    """
-    root = run_dir / "skipped"
-
-    def keep() -> str:
-        dump(root, step - 1, keep_last=step)
-        return f"its responses are in {root}, for --replay"
-
-    metrics: dict[str, float] = {}
-    try:
-        yield metrics
-    except UpdatesSkipped as error:
-        raise UpdatesSkipped(
-            f"step {step}: {error}; {keep()}. Restart the run to resume from its latest checkpoint"
-        ) from None
-    skipped = {name: int(metrics.get(f"{name}/skipped_updates", 0)) for name in ("critic", "actor")}
-    if any(skipped.values()):
-        counts = " and ".join(f"{count} of the {name}" for name, count in skipped.items() if count)
-        note(f"step {step}: updates skipped, {counts}: not finite; {keep()}")

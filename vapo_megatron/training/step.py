@@ -54,7 +54,7 @@ from vapo_megatron.roles.advantages import (
     with_verdicts,
 )
 from vapo_megatron.rollout.source import StepRequest
-from vapo_megatron.run.output import kept_if_skipped
+from vapo_megatron.run.skipped import kept_if_skipped
 from vapo_megatron.run.step_metrics import (
     episode_metrics,
     logprob_difference,

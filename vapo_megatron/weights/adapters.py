@@ -56,7 +56,7 @@ def attach_adapters(
                 )  # fmt: skip
                 path, _, name = one.name.removesuffix(".weight").rpartition(".")
                 attach(chunk.get_submodule(path), name, adapter)
-        prepare_frozen(chunk, learns=True)
+        prepare_frozen(chunk)
 
 
 def _pairs(one: LocalParameter, shape: ModelShape, ranks: Ranks) -> Pairs:
