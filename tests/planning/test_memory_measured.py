@@ -189,8 +189,6 @@ def _with_adapters(config, **lora):
 
 SOME = {"rank": 16, "targets": ["q_proj", "v_proj", "up_proj"]}
 APART = {"share_base": False}
-# Frozen layers without sequence parallelism are measured in float32: in bfloat16 a CPU copies their
-# weight once for each token (torch.matmul, where the input's strides are odd).
 ADAPTED = [
     (TP2_SP, "none", "bfloat16", "critic", {}),
     *(
@@ -200,11 +198,13 @@ ADAPTED = [
             (TP2_SP, "none", "bfloat16", "actor", {}),
             (TP2_SP, "full", "bfloat16", "critic", APART),
             (TP2_SP, "selective", "float32", "actor", SOME),
+            (TP2, "none", "bfloat16", "actor", SOME),
             (TP2, "none", "float32", "actor", SOME),
             (TP2, "full", "float32", "critic", {**APART, **SOME}),
             (PP2, "none", "float32", "critic", SOME),
             (PP2_VPP2, "none", "float32", "actor", SOME),
             (DP2, "full", "float32", "critic", {}),
+            (DP2, "none", "bfloat16", "actor", {}),
             (DP2, "none", "float32", "actor", {"targets": ["o_proj", "down_proj"]}),
             (DP2_WHOLE, "none", "float32", "actor", SOME),
         )

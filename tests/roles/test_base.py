@@ -229,17 +229,19 @@ def test_only_adapters_and_the_head_are_trained_reduced_moved_and_saved(workers,
 
 
 def products(hf_path):
-    """How often a layer's product is one for each token, of actor and reference; a worker's
-    function."""
+    """How often a layer's product is one for each token, of actor (forward and backward) and
+    reference; a worker's function."""
     from torch.profiler import profile
 
-    from tests.weights.loaded import forward
+    from tests.weights.loaded import hidden_states
 
     roles, size = build(hf_path, Layout()), 37
     counts = {}
-    for name in ("actor", "reference"):
-        with roles[name].placed.held("parameters"), profile(record_shapes=True) as seen:
-            forward(roles[name].placed.model[0], torch.arange(size)[None])
+    for name, part in {"actor": "training", "reference": "parameters"}.items():
+        with roles[name].placed.held(part), profile(record_shapes=True) as seen:
+            found = hidden_states(roles[name].placed.model[0], torch.arange(size)[None])
+            if name == "actor":
+                found.square().sum().backward()
         found = [e.input_shapes[0][0] for e in seen.events() if e.name == "aten::bmm"]
         counts[name] = sum(batches == size for batches in found)
     return counts

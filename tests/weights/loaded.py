@@ -96,8 +96,14 @@ def widen(chunks: list[torch.nn.Module], wanted: str) -> None:
             parameter.data = parameter.data.float()
 
 
+@torch.no_grad()
 def forward(chunk: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
     """One packed sequence through a model on one pipeline stage."""
+    return hidden_states(chunk, ids)
+
+
+def hidden_states(chunk: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """`forward` with gradients."""
     size = ids.shape[1]
     bounds = torch.tensor([0, size], dtype=torch.int32)
     packed = PackedSeqParams(
@@ -107,13 +113,12 @@ def forward(chunk: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
         max_seqlen_q=size,
         max_seqlen_kv=size,
     )
-    with torch.no_grad():
-        return chunk(
-            input_ids=ids,
-            position_ids=torch.arange(size)[None],
-            attention_mask=None,
-            packed_seq_params=packed,
-        )
+    return chunk(
+        input_ids=ids,
+        position_ids=torch.arange(size)[None],
+        attention_mask=None,
+        packed_seq_params=packed,
+    )
 
 
 def microbatch() -> Microbatch:

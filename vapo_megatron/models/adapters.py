@@ -157,24 +157,28 @@ def attach(parent: torch.nn.Module, name: str, adapter: Adapter) -> None:
 
 
 def prepare_frozen(chunk: torch.nn.Module) -> None:
-    """Change what the embedding returns for the adapters behind it, but not its values.
+    """Change what comes before and after layers with adapters, but not its values.
 
     The embedding's output needs no gradient by itself, and recomputation of a function whose inputs
-    need none returns outputs that have none. It is also a transposed view, which torch multiplies
-    with the first layer's A token by token, and not as one product.
+    need none returns outputs that have none. It is also a transposed view, and so is the gradient
+    of the last hidden states: torch multiplies such a one with a matrix that needs no gradient
+    token by token, and not as one product.
 
     Args:
-        chunk: without DDP; only the first of the first stage has an embedding.
+        chunk: without DDP; the first one has an embedding, the last one an output layer.
     """
-    embedding = getattr(chunk, "embedding", None)
-    if embedding is None:
-        return
 
-    def change(module: torch.nn.Module, given: tuple[Any, ...], output: Tensor) -> Tensor:
-        if output.shape[1] == 1:
-            output = output.reshape(-1, output.shape[-1]).unsqueeze(1)
+    def straight(tensor: Tensor) -> Tensor:
+        """[S, 1, H] without the strides of a transposed view, as its gradient will be."""
+        return tensor.reshape(-1, tensor.shape[-1]).unsqueeze(1) if tensor.shape[1] == 1 else tensor
+
+    def after_embedding(module: torch.nn.Module, given: tuple[Any, ...], output: Tensor) -> Tensor:
+        output = straight(output)
         if torch.is_grad_enabled() and not output.requires_grad:
             output = output.detach().requires_grad_()
         return output
 
-    embedding.register_forward_hook(change)
+    if (embedding := getattr(chunk, "embedding", None)) is not None:
+        embedding.register_forward_hook(after_embedding)
+    if (last := getattr(chunk, "output_layer", None)) is not None:
+        last.register_forward_pre_hook(lambda _, given: (straight(given[0]), *given[1:]))
