@@ -111,6 +111,14 @@ def of_arms(name: str, titles: Mapping[str, str], columns: Mapping[str, Cell], r
     return markdown([name, *columns], cells(titles, columns, runs))
 
 
+def of_finished(
+    name: str, titles: Mapping[str, str], columns: Mapping[str, Cell], runs: Runs
+) -> str:
+    """Return `of_arms` of the arms that have runs; empty: none has."""
+    known = {arm: title for arm, title in titles.items() if arm in runs}
+    return of_arms(name, known, columns, runs) if known else ""
+
+
 def markdown(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table."""
     lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
