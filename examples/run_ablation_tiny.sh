@@ -6,7 +6,4 @@
 # Output is in runs/ablation: table.md and comparison.html of all finished arms and seeds, and their run directories.
 # If interrupted, the same command resumes. --form long (runs/ablation_long) has responses of 500 to 600 tokens and
 # fewer arms. --help lists the arms.
-set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source tools/setup_env.sh
-exec "$VAPO_PYTHON" examples/tiny/run.py ablation "$@"
+exec bash "$(dirname "${BASH_SOURCE[0]}")/tiny/run.sh" ablation "$@"

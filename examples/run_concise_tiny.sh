@@ -6,7 +6,4 @@
 #
 # Output is in runs/concise_tiny: table.md, lengths.svg (length against the share of negative rewards), and all runs.
 # If interrupted, the same command resumes. --quick takes a few small steps, which show that it works and no more.
-set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source tools/setup_env.sh
-exec "$VAPO_PYTHON" examples/tiny/run.py concise "$@"
+exec bash "$(dirname "${BASH_SOURCE[0]}")/tiny/run.sh" concise "$@"

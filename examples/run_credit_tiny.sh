@@ -6,7 +6,4 @@
 # Output is in runs/credit: table.md, credit.html, curves.svg and lead.svg of each form, and the run directories. If
 # interrupted, the same command resumes. --quick (runs/credit_quick) is one seed of three arms; --sensitivity adds runs
 # with other settings and writes sensitivity.md, .html and .svg.
-set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source tools/setup_env.sh
-exec "$VAPO_PYTHON" examples/tiny/run.py credit "$@"
+exec bash "$(dirname "${BASH_SOURCE[0]}")/tiny/run.sh" credit "$@"

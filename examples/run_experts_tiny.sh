@@ -5,7 +5,4 @@
 #
 # Output is in runs/experts_tiny: table.md and the run directories. If interrupted, the same command resumes. --quick
 # (runs/experts_quick) is one seed of two arms, 3 steps each.
-set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source tools/setup_env.sh
-exec "$VAPO_PYTHON" examples/tiny/run.py experts "$@"
+exec bash "$(dirname "${BASH_SOURCE[0]}")/tiny/run.sh" experts "$@"

@@ -6,7 +6,4 @@
 #
 # Output is in runs/revision_tiny: table.md, and all runs. If interrupted, the same command resumes. --quick
 # (runs/revision_quick) is one seed with few steps.
-set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source tools/setup_env.sh
-exec "$VAPO_PYTHON" examples/tiny/run.py revision "$@"
+exec bash "$(dirname "${BASH_SOURCE[0]}")/tiny/run.sh" revision "$@"

@@ -5,7 +5,4 @@
 #   bash examples/run_selection_tiny.sh [--seeds 0 1 2] [--steps 12] [--jobs 2]
 #
 # Output is in runs/selection_tiny: table.md, and all runs. If interrupted, the same command resumes.
-set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source tools/setup_env.sh
-exec "$VAPO_PYTHON" examples/tiny/run.py selection "$@"
+exec bash "$(dirname "${BASH_SOURCE[0]}")/tiny/run.sh" selection "$@"

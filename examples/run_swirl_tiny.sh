@@ -6,7 +6,4 @@
 #
 # Output is in runs/swirl_tiny: table.md, and all runs. If interrupted, the same command resumes. --quick
 # (runs/swirl_quick) is one seed with few steps.
-set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source tools/setup_env.sh
-exec "$VAPO_PYTHON" examples/tiny/run.py swirl "$@"
+exec bash "$(dirname "${BASH_SOURCE[0]}")/tiny/run.sh" swirl "$@"

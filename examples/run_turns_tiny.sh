@@ -5,7 +5,4 @@
 #
 # Output is in runs/turns_tiny: table.md and the run directories. If interrupted, the same command resumes. --quick
 # (runs/turns_quick) is one seed of two arms, 5 steps each.
-set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source tools/setup_env.sh
-exec "$VAPO_PYTHON" examples/tiny/run.py turns "$@"
+exec bash "$(dirname "${BASH_SOURCE[0]}")/tiny/run.sh" turns "$@"

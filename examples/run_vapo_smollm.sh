@@ -39,13 +39,8 @@ for override in "${overrides[@]}"; do
 done
 
 source tools/setup_env.sh
-export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
+source examples/make.sh
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-
-# A background command does not hear Ctrl-C, on which Python would print a traceback.
-make() { "$VAPO_PYTHON" "$@" & wait "$!"; }
-trap 'kill "$!" 2>/dev/null; [ ! -t 2 ] || printf "\e[?25h\n" >&2  # The cursor is hidden.
-  echo "interrupted; the same command goes on" >&2; exit 130' INT
 
 # The environment that the set-up makes has reasoning_gym already, and all that these two need.
 if [[ "$VAPO_PYTHON" == "${VAPO_VENV:-$PWD/.venv}"/* && ! -e runs/smollm/model ]] &&

@@ -22,12 +22,7 @@ done
 out="runs/tiny/seed_$seed"
 
 source tools/setup_env.sh
-export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
-
-# A background command does not hear Ctrl-C, on which Python would print a traceback.
-make() { "$VAPO_PYTHON" "$@" & wait "$!"; }
-trap 'kill "$!" 2>/dev/null; [ ! -t 2 ] || printf "\e[?25h\n" >&2  # The cursor is hidden.
-  echo "interrupted; the same command goes on" >&2; exit 130' INT
+source examples/make.sh
 
 make examples/tiny/make_base_model.py --out "$out/base" --seed "$seed"
 make examples/tiny/task.py --out "$out/data" --seed "$seed"

@@ -86,7 +86,7 @@ def test_the_table_of_what_is_finished(tmp_path):
             given = [{"reference": "3", "answer": "3"}, {"reference": "4", "answer": "3"}]
             for name in main.ARMS:
                 write_lines(job.out / f"{name}.jsonl", given)
-    lines = main.markdown(main.results(jobs)).splitlines()
+    lines = main.markdown(jobs).splitlines()
     assert lines[2] == "| best of 8 by the reward model | 0.500 | 0.100 | 0.800 (0.800) | 0.600 |"
     assert len(lines) == 5
 

@@ -9,6 +9,7 @@ from tests.examples.tiny import ROOT
 
 # isort: split
 from guess import base, game, main
+from runner import tables
 
 from vapo_megatron.rollout.tokenizer import load_tokenizer
 from vapo_megatron.rollout.turn_tokens import TurnTokens
@@ -16,12 +17,11 @@ from vapo_megatron.rollout.turn_tokens import TurnTokens
 
 def test_returns_are_read_by_step():
     rows = [{"step": 0, main.RETURN: 0.7}, {"step": 1}, {"step": 10, main.RETURN: 0.9}]
-    assert main.returns(rows) == {0: 0.7, 10: 0.9}
+    assert main.returns(rows) == [(0, 0.7), (10, 0.9)]
     other = [{"step": 0, main.RETURN: 0.7}, {"step": 5, main.RETURN: 0.8}]
-    found = main.columns({"vapo": {0: rows}, "grpo": {0: other}})
-    cells = {
-        name: cell({"vapo": {0: rows}, "grpo": {0: other}}, "grpo") for name, cell in found.items()
-    }
+    runs = {"vapo": {0: rows}, "grpo": {0: other}}
+    found = tables.by_step(runs, main.returns)
+    cells = {name: cell(runs, "grpo") for name, cell in found.items()}
     assert cells == {
         "before": "0.700", "in the end": "0.800", "each seed": "0.800",
         "less the first arm": "-0.100, below in 1 of 1",

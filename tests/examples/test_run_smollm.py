@@ -38,8 +38,8 @@ if "prepare" in arguments:
 @pytest.fixture
 def clone(tmp_path):
     """clone(arguments, ...) -> (exit code, its errors, the commands of Python)."""
-    for name in (SCRIPT, "tools/setup_env.sh"):
-        (tmp_path / name).parent.mkdir()
+    for name in (SCRIPT, "examples/make.sh", "tools/setup_env.sh"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "notes.py").write_text(NOTES)
     python, real = tmp_path / "python", shlex.quote(sys.executable)

@@ -117,7 +117,7 @@ def test_the_table_of_revision(tmp_path):
             write_lines(job.out / "samples.jsonl", [{}, {"responses": [right, right]}])
         if job.out.name in ("own", "revised"):
             write_lines(job.out / "traces.jsonl", [{"response": [1] * 10}, {"response": [1] * 5}])
-    assert revision.markdown(revision.results(jobs)).splitlines()[2:] == [
+    assert revision.markdown(jobs).splitlines()[2:] == [
         "| base model | - | - | 0.500 (0.500) | 30.0 (30.0) | 20.0 |",
         "| own right traces | 2 | 7.5 | 1.000 (1.000) | 20.0 (20.0) | 20.0 |",
         "| revised traces | 2 | 7.5 | 1.000 (1.000) | 20.0 (20.0) | 20.0 |",
@@ -138,7 +138,7 @@ def test_the_tables_of_reflection(tmp_path):
         }
         if "samples" in job.out.name or "given" in job.out.name or "self" in job.out.name:
             (job.out / "samples.json").write_text(json.dumps(summary))
-    text = reflection.markdown(reflection.accuracies(jobs), reflection.results(jobs))
+    text = reflection.markdown(jobs)
     assert "| base model | 0.700 (0.700) |" in text
     row = "| 0.500 | 0.250 | 0.200 | 0.300 | - |"
     for model in ("base model", "after VAPO"):

@@ -121,9 +121,7 @@ def test_the_table_of_what_is_finished(tmp_path):
             accuracy = 0.1 if job.out.name == "before" else 0.9
             if job.out.name != "after_gae":
                 write_result(job, accuracy + 0.02 * seed)
-    text = main.markdown(
-        main.results([j for s in (0, 1) for j in main.seed_jobs(tmp_path, s, main.WHOLE)])
-    )
+    text = main.markdown([j for s in (0, 1) for j in main.seed_jobs(tmp_path, s, main.WHOLE)])
     lines = text.splitlines()
     assert lines[2] == "| base model | 0.110 +- 0.014 (0.100 0.120) | - | - | - |"
     assert lines[3] == (

@@ -21,14 +21,13 @@ import credit.arms
 from runner import command
 from runner.arms import Arm, Table, made, seed_jobs
 from runner.curves import reached
-from runner.jobs import Job, finished, read_state
+from runner.jobs import Job, finished, metrics, read_state
 from runner.tables import Cell, accuracies, cells, difference, each, markdown, mean
 
 from ablation import adapters
 from ablation import arms as own
 from vapo_megatron.data.storage import replace_file
 from vapo_megatron.errors import UserError
-from vapo_megatron.run.directory import read_rows
 from vapo_megatron.run.progress import format_seconds
 from vapo_megatron.run.report.comparison import build_comparison, table
 from vapo_megatron.run.report.html import escape
@@ -148,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--arms", nargs="+", default=[], metavar="NAME", help="arms to run (all of the table)"
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="for all arms")
+    command.add_overrides(parser)
     return command.main("ablation", parser, plan, arguments)
 
 
@@ -180,7 +179,7 @@ def arms_by_name(form: str, names: Sequence[str]) -> dict[str, Arm]:
 
 def _outcome(job: Job) -> str:
     """A finished job's accuracy, to print."""
-    rows = read_rows(job.out / "metrics.jsonl") if job.num_steps else []
+    rows = metrics(job) if job.num_steps else []
     evaluated = [row for row in rows if "evaluation/response_length_mean" in row]
     return f"accuracy {final(rows):.3f}" if len(evaluated) > 1 else ""
 
@@ -192,10 +191,7 @@ def _write(root: Path, form: str, overrides: Sequence[str]) -> str:
     started = {job.out.name for job in jobs}
     arms = {name: arm for name, arm in TABLES[form].all_arms.items() if name in started}
     done = finished(jobs, arms)
-    runs = {
-        name: {seed: read_rows(job.out / "metrics.jsonl") for seed, job in of.items()}
-        for name, of in done.items()
-    }
+    runs = {name: {seed: metrics(job) for seed, job in of.items()} for name, of in done.items()}
     paper: dict[str, Cell] = {"paper": lambda _, name: arms[name].paper}
     more = {"optimizers": UPDATES, "lora": {**VALUES, **UPDATES}}
     columns = {**COLUMNS, **more.get(form.removeprefix("keys_"), paper)}

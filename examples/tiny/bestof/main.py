@@ -18,10 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runner import command, tables
-from runner.jobs import BASE_SOURCES, Job, Seed, finished
+from runner.jobs import BASE_SOURCES, Job, Seed, engine, metrics, results
 from runner.tables import accuracies
-
-from vapo_megatron.run.directory import read_rows
 
 ARMS = {
     "best": "best of 8 by the reward model", "single": "a single sample", "truth": "the right one",
@@ -29,9 +27,8 @@ ARMS = {
 """A kind of reference -> title."""
 CONFIGS = ("tiny.yaml", "bestof_tiny.yaml", "algorithms/pairwise_rl.yaml")
 SAMPLING = (
-    "reward.verifier=reward_model", "model.dtype=float32", "rollout.max_prompt_tokens=64",
-    "rollout.max_response_tokens=192", "rollout.max_num_sequences=256",
-    "rollout.kv_cache_bytes=67108864", "parallel.max_tokens_per_microbatch=16384",
+    "reward.verifier=reward_model", "model.dtype=float32", *engine(64, 192),
+    "parallel.max_tokens_per_microbatch=16384",
     # The score that the tiny reward model gives a response is a logit.
     "reward.from_score=[-20,20]",
 )  # fmt: skip
@@ -67,7 +64,7 @@ class Result:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run unfinished jobs and write the table; return 1 if a job failed."""
-    parser = command.sized_options("bestof", __doc__)
+    parser = command.seeds_options("bestof", __doc__)
     parser.add_argument("--judge", required=True, metavar="URL", help="of its server, with /v1")
     return command.main("bestof", parser, plan, arguments)
 
@@ -75,21 +72,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def plan(args: argparse.Namespace) -> command.Plan:
     """Return what the arguments ask for."""
     sizes = QUICK if args.quick else WHOLE
-    return command.sized_plan(
-        args, "bestof", lambda root, seed: seed_jobs(root, seed, sizes, args.judge),
-        lambda jobs: markdown(results(jobs)),
-    )  # fmt: skip
+    return command.seeds_plan(
+        args, "bestof", lambda root, seed: seed_jobs(root, seed, sizes, args.judge), markdown
+    )
 
 
 def seed_jobs(root: Path, seed: int, sizes: Sizes, judge: str) -> list[Job]:
-    """Return a seed's jobs, dependencies first.
-
-    Args:
-        root: directory of the miniature.
-        seed: of models, problems and runs.
-        sizes: how much is done.
-        judge: URL of its server.
-    """
+    """Return a seed's jobs, dependencies first; judge: URL of its server."""
     jobs = Seed(root, seed)
     out = jobs.out
     jobs.add_script("base", BASE_SOURCES, seconds=100.0)
@@ -124,19 +113,13 @@ def seed_jobs(root: Path, seed: int, sizes: Sizes, judge: str) -> list[Job]:
     return list(jobs.jobs.values())
 
 
-def results(jobs: Sequence[Job]) -> dict[str, dict[int, Result]]:
-    """Return what was measured, by kind of reference and seed."""
-    found: dict[str, dict[int, Result]] = {}
-    for name, of_seeds in finished(jobs, ARMS).items():
-        for seed, job in of_seeds.items():
-            rows = read_rows(job.out / "metrics.jsonl")
-            measured = [value for _, value in accuracies(rows)]
-            file = job.out.with_name("references") / f"{name}.jsonl"
-            given = [json.loads(line) for line in file.open()]
-            right = sum(row["reference"] == row["answer"] for row in given) / len(given)
-            beaten = [row["reward/mean"] for row in rows if "reward/mean" in row][-1]
-            found.setdefault(name, {})[seed] = Result(measured[0], measured[-1], right, beaten)
-    return found
+def _result(job: Job) -> Result:
+    rows, file = metrics(job), job.out.with_name("references") / f"{job.out.name}.jsonl"
+    measured = [value for _, value in accuracies(rows)]
+    given = [json.loads(line) for line in file.open()]
+    right = sum(row["reference"] == row["answer"] for row in given) / len(given)
+    beaten = [row["reward/mean"] for row in rows if "reward/mean" in row][-1]
+    return Result(measured[0], measured[-1], right, beaten)
 
 
 COLUMNS = {
@@ -147,9 +130,6 @@ COLUMNS = {
 }
 
 
-def markdown(found: tables.Runs) -> str:
-    """Return the table: mean, standard deviation and each seed. Empty: nothing is found."""
-    if not found:
-        return ""
-    titles = {name: ARMS[name] for name in ARMS if name in found}
-    return tables.of_arms("reference", titles, COLUMNS, found)
+def markdown(jobs: Sequence[Job]) -> str:
+    """Return the table of what is finished; empty: nothing is."""
+    return tables.of_finished("reference", ARMS, COLUMNS, results(jobs, ARMS, _result))

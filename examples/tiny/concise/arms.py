@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from runner.jobs import BASE_SOURCES, Job, Seed
+from runner.samples import SAMPLES
 
 FEW = 8
 """Problems of a small set; the paper has 4 or 8."""
-SAMPLES = "samples.jsonl"
 CHOSEN = "problems.parquet"
 
 
@@ -82,19 +82,9 @@ QUICK = Sizes(
 
 
 def seed_jobs(root: Path, seed: int, sizes: Sizes) -> list[Job]:
-    """Return a seed's jobs, dependencies first.
-
-    Args:
-        root: directory of the example.
-        seed: of models, problems, runs and evaluations.
-        sizes: how much is done.
-    """
+    """Return a seed's jobs, dependencies first."""
     jobs = Seed(root, seed)
     out, script = jobs.out, "concise/base.py"
-
-    def add_script(name: str, sources: Sequence[str], seconds: float, *arguments: object) -> None:
-        told = " ".join(map(str, arguments))
-        jobs.add_script(name, sources, *arguments, seconds=seconds, arguments=told)
 
     def add_run(name: str, needs: Sequence[str], recipe: str, steps: int, *own: str) -> None:
         jobs.add_run(
@@ -121,9 +111,9 @@ def seed_jobs(root: Path, seed: int, sizes: Sizes) -> list[Job]:
             seconds=15.0 + samples,
         )  # fmt: skip
 
-    add_script("base", (script, *BASE_SOURCES), 60.0, "model")
-    counts = ("--pool", sizes.pool, "--test", sizes.test)
-    add_script("data", (script, "task.py"), 4.0, "problems", *counts)
+    jobs.add_script("base", (script, *BASE_SOURCES), "model", seconds=60.0, arguments="model")
+    told = f"problems --pool {sizes.pool} --test {sizes.test}"
+    jobs.add_script("data", (script, "task.py"), *told.split(), seconds=4.0, arguments=told)
     add_run(
         "first", ("base", "data"), "dapo", sizes.first_steps, f"model.hf_path={out / 'base'}",
         f"data.train_path={out / 'data/train.jsonl'}", *FIRST,

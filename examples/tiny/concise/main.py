@@ -17,13 +17,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runner import command
-from runner.jobs import Job, finished
-from runner.samples import read_samples
+from runner.jobs import Job, finished, metrics
+from runner.samples import SAMPLES, read_samples
 
-from concise.arms import QUICK, SAMPLES, SETS, WHOLE, seed_jobs
+from concise.arms import QUICK, SETS, WHOLE, seed_jobs
 from concise.results import Second, markdown, plot, second
 from vapo_megatron.data.storage import replace_file
-from vapo_megatron.run.directory import read_rows
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,10 +51,9 @@ def _write(root: Path, jobs: Sequence[Job]) -> None:
     for name in SETS:
         needed = [done.get(job, {}) for job in ("before", f"after_{name}", f"second_{name}")]
         for seed in sorted(set.intersection(*map(set, needed))):
-            before, after, run = (of_seeds[seed].out for of_seeds in needed)
-            both = (read_samples(out / SAMPLES) for out in (before, after))
-            rows = read_rows(run / "metrics.jsonl")
-            found.setdefault(name, {})[seed] = second(*both, rows)
+            before, after, run = (of_seeds[seed] for of_seeds in needed)
+            both = (read_samples(job.out / SAMPLES) for job in (before, after))
+            found.setdefault(name, {})[seed] = second(*both, metrics(run))
     if found:
         text = markdown(found)
         replace_file(root / "table.md", text)

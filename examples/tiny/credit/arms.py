@@ -17,7 +17,7 @@ from ablation.arms import (
     NO_VALUE_PRETRAINING,
     VAPO,
 )
-from runner.arms import Arm, Table
+from runner.arms import Arm, Table, task_table
 
 LM = "algorithm.positive_lm_coef=0.1"
 ORACLE = ("--oracle",)
@@ -31,20 +31,9 @@ def _curve(arm: Arm, policy_steps: int) -> Arm:
 
 
 def _table(form: str, arms: Mapping[str, Arm], *configs: str, **more: Arm) -> Table:
-    return Table(
-        form,
-        configs=("tiny.yaml", "keys_tiny.yaml", *configs),
-        arms=arms,
-        more_arms=more,
-        has_reward_model=False,
-        # One step: all responses are there to be read several times.
-        value_steps=1,
-        value_changes=("algorithm.responses_per_step=512", "algorithm.critic_updates_per_step=6"),
-        base_sources=(
-            "credit/base.py", "make_tokenizer.py", "making.py", "architecture.py", "credit/keys.py",
-        ),
-        base_seconds=350.0,
-        data_sources=("credit/keys.py", "task.py"),
+    return task_table(
+        form, "credit/keys.py", ("keys_tiny.yaml", *configs), arms, read=512, updates=6,
+        more_arms=more, base_seconds=350.0, data_sources=("credit/keys.py", "task.py"),
         trainer=("credit/train.py", "credit/measures.py", "credit/values.py", "credit/keys.py"),
     )  # fmt: skip
 

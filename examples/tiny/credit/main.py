@@ -21,7 +21,7 @@ from pathlib import Path
 
 from runner import command
 from runner.arms import Arm, seed_jobs
-from runner.jobs import Job, finished
+from runner.jobs import Job, results
 from runner.tables import Runs, html_table, page
 
 from credit import keys, sweeps
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--forms", nargs="+", choices=FORMS, default=list(FORMS), metavar="FORM",
         help=f"forms of the task, of {', '.join(FORMS)} (all)",
     )  # fmt: skip
-    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="for all arms")
+    command.add_overrides(parser)
     return command.main("credit", parser, plan, arguments)
 
 
@@ -76,13 +76,7 @@ def plan(args: argparse.Namespace) -> command.Plan:
     jobs = all_jobs(root, seeds, arms, args.overrides)
 
     def write() -> None:
-        found = {
-            form: {
-                name: {seed: _result(job) for seed, job in of_seeds.items()}
-                for name, of_seeds in finished(jobs, arms[form], f"{form}/").items()
-            }
-            for form in arms
-        }
+        found = {form: results(jobs, arms[form], _result, f"{form}/") for form in arms}
         if args.sensitivity:
             _write_sensitivity(root, found)
             return

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.arms import Arm
+from runner.arms import Arm, titles
 from runner.curves import Curve, at, reached
 from runner.tables import Cell, Runs, accuracies, compared, each, mean, measured, of_arms
 
@@ -184,7 +184,6 @@ def tables(arms: Mapping[str, Arm], runs: Runs, form: keys.Form) -> dict[str, st
             "steps to half": compared(lambda run: steps_to_half(run, rare), ".1f"),
             "each seed": each(lambda run: steps_to_half(run, rare), ".1f"),
         }
-    titles = {name: arm.title for name, arm in arms.items()}
-    found = {heading: of_arms("arm", titles, of, runs) for heading, of in columns.items()}
+    found = {heading: of_arms("arm", titles(arms), of, runs) for heading, of in columns.items()}
     found["Credit"] += f"\nMeans over the steps {', '.join(f'{a} to {b}' for a, b in PARTS)}.\n"
     return found

@@ -18,12 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from runner import command, tables
-from runner.arms import Arm, Table, seed_jobs
-from runner.jobs import BASE_SOURCES, finished
+from runner.arms import Arm, Table, seed_jobs, titles
+from runner.jobs import BASE_SOURCES, Job, metrics, results
 from runner.tables import Cell, accuracies
-
-from vapo_megatron.data.storage import replace_file
-from vapo_megatron.run.directory import read_rows
 
 DENSE = Table(
     "short",
@@ -51,46 +48,37 @@ Rows = Sequence[Mapping[str, Any]]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run unfinished jobs and write the table; return 1 if a job failed."""
-    out = "runs/experts_tiny, with --quick runs/experts_quick"
-    parser = command.options("experts", __doc__, out)
-    command.add_seeds(parser, 3)
-    parser.add_argument(
-        "--quick", action="store_true", help="one seed of the dense model and r3, 3 policy steps"
-    )
-    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="for all arms")
+    quick = "one seed of the dense model and r3, 3 policy steps"
+    parser = command.seeds_options("experts", __doc__, quick, count=3)
+    command.add_overrides(parser)
     return command.main("experts", parser, plan, arguments)
 
 
 def plan(args: argparse.Namespace) -> command.Plan:
     """Return what the arguments ask for."""
-    root = (args.out or Path("runs/experts_quick" if args.quick else "runs/experts_tiny")).resolve()
-    seeds, more = sorted(set(args.seeds)), list(args.overrides)
-    arms = {form: dict(table.arms) for form, table in TABLES.items()}
+    arms, more = {form: dict(table.arms) for form, table in TABLES.items()}, list(args.overrides)
     if args.quick:
-        seeds, arms["experts"] = seeds[:1], {"r3": EXPERTS.arms["r3"]}
+        arms["experts"] = {"r3": EXPERTS.arms["r3"]}
         more += ["algorithm.policy_steps=3", "evaluation.every_steps=3"]
-    jobs = [
-        job
-        for seed in seeds
-        for form, table in TABLES.items()
-        for job in seed_jobs(root / form, table, seed, arms[form], more, f"{form}/")
-    ]
 
-    def write() -> str | None:
-        titles, runs = dict[str, str](), dict[str, Mapping[int, Rows]]()
-        for form, of_form in arms.items():
-            for name, of_seeds in finished(jobs, of_form, f"{form}/").items():
-                titles[name] = of_form[name].title
-                runs[name] = {
-                    seed: read_rows(job.out / "metrics.jsonl") for seed, job in of_seeds.items()
-                }
-        if not titles:
-            return None
-        text = tables.of_arms("arm", titles, COLUMNS, runs)
-        replace_file(root / "table.md", text)
-        return f"{text}\n{root / 'table.md'}"
+    def of_seed(root: Path, seed: int) -> list[Job]:
+        return [
+            job
+            for form, table in TABLES.items()
+            for job in seed_jobs(root / form, table, seed, arms[form], more, f"{form}/")
+        ]
 
-    return command.Plan(root, jobs, write, modules=("experts",))
+    args.seeds.sort()  # --quick has the least.
+    return command.seeds_plan(args, "experts", of_seed, markdown, modules=("experts",))
+
+
+def markdown(jobs: Sequence[Job]) -> str:
+    """Return the table of what is finished; empty: nothing is."""
+    names, runs = dict[str, str](), dict[str, Mapping[int, Rows]]()
+    for form, table in TABLES.items():
+        names |= titles(table.arms)
+        runs |= results(jobs, table.arms, metrics, f"{form}/")
+    return tables.of_finished("arm", names, COLUMNS, runs)
 
 
 DIFFERENCE = "rollout/logprob_diff_mean"

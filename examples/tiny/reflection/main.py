@@ -10,22 +10,29 @@ interrupted, the same command resumes.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from revision.main import SAMPLES, SAMPLING, SOURCES
 from runner import command, tables
-from runner.jobs import Job, Seed, finished
+from runner.jobs import BASE_SOURCES, Job, Seed, engine, results
+from runner.samples import SAMPLES, mean_accuracy, read_summary
 
+SOURCES = ("second_thoughts.py", *BASE_SOURCES)
+SAMPLING = (
+    *engine(32, 192), "model.dtype=float32", "reward.num_workers=1",
+    # The last value counts: probes are longer than problems.
+    "rollout.max_prompt_tokens=160",
+)  # fmt: skip
 TRIGGER = "Wait;"
 TASKS = {
-    "middle": "an error in the middle", "last": "an error in the last step",
-    "self": "its own wrong chains",
-}  # fmt: skip
+    "an error in the middle": ("given", "task middle"),
+    "an error in the last step": ("given", "task last"),
+    # A file of one task has no division.
+    "its own wrong chains": ("self", "all"),
+}
+"""Title -> evaluations, and the part of their summaries."""
 MODELS = {"base": "base model", "vapo": "after VAPO"}
 TRIGGERS = {"": "", "_trigger": f", with `{TRIGGER}`"}
 
@@ -46,39 +53,20 @@ QUICK = Sizes(steps=3, value_steps=1, samples=1)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run unfinished jobs and write the tables; return 1 if a job failed."""
-    parser = command.sized_options("reflection", __doc__)
-    return command.main("reflection", parser, plan, arguments)
-
-
-def plan(args: argparse.Namespace) -> command.Plan:
-    """Return what the arguments ask for."""
-    sizes = QUICK if args.quick else WHOLE
-    return command.sized_plan(
-        args, "reflection", lambda root, seed: seed_jobs(root, seed, sizes),
-        lambda jobs: markdown(accuracies(jobs), results(jobs)),
-    )  # fmt: skip
+    return command.sized("reflection", __doc__, arguments, (WHOLE, QUICK), seed_jobs, markdown)
 
 
 def seed_jobs(root: Path, seed: int, sizes: Sizes) -> list[Job]:
-    """Return a seed's jobs, dependencies first.
-
-    Args:
-        root: directory of the miniature.
-        seed: of models, problems and runs.
-        sizes: how much is done.
-    """
+    """Return a seed's jobs, dependencies first."""
     jobs = Seed(root, seed)
     out = jobs.out
     checkpoints = {"base": out / "base", "vapo": out / "vapo/hf_export"}
     habit = "corrections"
 
-    def add_evaluation(name: str, model: str, needs: str, data: Path, *probe: object) -> None:
-        jobs.add_command(
-            name, (model, needs), "evaluate", "--checkpoint", checkpoints[model], "--data", data,
-            "--samples", sizes.samples, "--temperature", 1, "--top-p", 1, *probe,
-            "--out", out / name / SAMPLES, *SAMPLING, "rollout.max_prompt_tokens=160",
-            f"seed={seed}", seconds=25.0,
-        )  # fmt: skip
+    def add_evaluation(name: str, model: str, needs: str, data: Path, *probe: str) -> None:
+        jobs.add_evaluation(
+            name, (model, needs), checkpoints[model], data, sizes.samples, *SAMPLING, options=probe
+        )
 
     jobs.add_script("base", SOURCES, "model", "--habit", habit, seconds=80.0, habit=habit)
     jobs.add_script("data", SOURCES, "problems", seconds=5.0)
@@ -105,39 +93,6 @@ def seed_jobs(root: Path, seed: int, sizes: Sizes) -> list[Job]:
     return list(jobs.jobs.values())
 
 
-def _summaries(jobs: Sequence[Job], name: str) -> dict[int, Mapping[str, Any]]:
-    return {
-        seed: json.loads((job.out / SAMPLES).with_suffix(".json").read_text())
-        for seed, job in finished(jobs, [name]).get(name, {}).items()
-    }
-
-
-def accuracies(jobs: Sequence[Job]) -> dict[str, dict[int, float]]:
-    """Return the accuracy on held-out problems, without a probe, by model and seed."""
-    found: dict[str, dict[int, float]] = {}
-    for model in MODELS:
-        for seed, summary in _summaries(jobs, f"{model}_samples").items():
-            (average,) = (k for k in summary["statistics"] if k.startswith("avg@"))
-            found.setdefault(model, {})[seed] = summary["statistics"][average]["value"]
-    return found
-
-
-def results(jobs: Sequence[Job]) -> dict[str, dict[str, dict[int, Mapping[str, Any]]]]:
-    """Return the metrics of reflection by task, by model and trigger, and by seed."""
-    found: dict[str, dict[str, dict[int, Mapping[str, Any]]]] = {}
-    for model in MODELS:
-        for suffix in TRIGGERS:
-            for part, tasks in (("given", ("middle", "last")), ("self", ("self",))):
-                for seed, summary in _summaries(jobs, f"{model}_{part}{suffix}").items():
-                    for task in tasks:
-                        # A file of one task has no division.
-                        key = "all" if part == "self" else f"task {task}"
-                        metrics = summary["reflection"][key]["metrics"]
-                        of_task = found.setdefault(task, {})
-                        of_task.setdefault(f"{model}{suffix}", {})[seed] = metrics
-    return found
-
-
 COLUMNS = {
     name.replace("_", ", "): tables.mean(
         lambda metrics, name=name: metrics[name] and metrics[name]["value"]
@@ -148,21 +103,21 @@ COLUMNS = {
 }  # fmt: skip
 
 
-def markdown(plain: tables.Runs, found: Mapping[str, tables.Runs]) -> str:
-    """Return a table without probes, and one of each task."""
-    parts = []
-    if plain:
-        names = {model: MODELS[model] for model in MODELS if model in plain}
-        columns = {"accuracy": tables.listed(lambda value: value)}
-        parts.append(tables.of_arms("without a probe", names, columns, plain))
-    for task, title in TASKS.items():
-        runs = found.get(task, {})
+def markdown(jobs: Sequence[Job]) -> str:
+    """Return a table without probes, and one of each task; empty: nothing is finished."""
+    names = {f"{model}_samples": title for model, title in MODELS.items()}
+    plain = results(jobs, names, lambda job: mean_accuracy(read_summary(job.out)))
+    columns = {"accuracy": tables.listed(lambda value: value)}
+    parts = [tables.of_finished("without a probe", names, columns, plain)]
+    for title, (evaluation, key) in TASKS.items():
+
+        def read(job: Job, key: str = key) -> Mapping[str, Any]:
+            return read_summary(job.out)["reflection"][key]["metrics"]
+
         names = {
-            f"{model}{suffix}": f"{MODELS[model]}{TRIGGERS[suffix]}"
-            for model in MODELS
-            for suffix in TRIGGERS
-            if f"{model}{suffix}" in runs
+            f"{model}_{evaluation}{suffix}": f"{of_model}{told}"
+            for model, of_model in MODELS.items()
+            for suffix, told in TRIGGERS.items()
         }
-        if names:
-            parts.append(tables.of_arms(title, names, COLUMNS, runs))
-    return "\n".join(parts)
+        parts.append(tables.of_finished(title, names, COLUMNS, results(jobs, names, read)))
+    return "\n".join(filter(None, parts))

@@ -10,7 +10,6 @@ resumes.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 from collections.abc import Sequence
@@ -18,22 +17,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from runner import command, tables
-from runner.jobs import Job, Seed, finished
-from runner.samples import Measured, measured, read_samples
+from runner.jobs import BASE_SOURCES, Job, Seed, engine, results
+from runner.samples import SAMPLES, Measured, measured, read_samples
 
-SOURCES = (
-    "second_thoughts.py", "make_base_model.py", "make_tokenizer.py", "making.py", "architecture.py",
-    "skill.py", "task.py",
-)  # fmt: skip
+SOURCES = ("second_thoughts.py", *BASE_SOURCES)
 SWITCH, NEVER = "Wait;", "Never"
 """The base model's keyword; one that it does not have, so that all traces stay as they are."""
 TRACES = {"own": ("own right traces", NEVER), "revised": ("revised traces", SWITCH)}
-SAMPLES, FILE = "samples.jsonl", "traces.jsonl"
-SAMPLING = (
-    "rollout.max_prompt_tokens=32", "rollout.max_response_tokens=192",
-    "rollout.max_num_sequences=256", "rollout.kv_cache_bytes=67108864", "model.dtype=float32",
-    "reward.num_workers=1",
-)  # fmt: skip
+TITLES = {"before": "base model", **{f"after_{n}": title for n, (title, _) in TRACES.items()}}
+"""By the evaluation of a model."""
+FILE = "traces.jsonl"
+SAMPLING = (*engine(32, 192), "model.dtype=float32", "reward.num_workers=1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,77 +55,48 @@ class Result(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run unfinished jobs and write the table; return 1 if a job failed."""
-    parser = command.sized_options("revision", __doc__)
-    return command.main("revision", parser, plan, arguments)
-
-
-def plan(args: argparse.Namespace) -> command.Plan:
-    """Return what the arguments ask for."""
-    sizes = QUICK if args.quick else WHOLE
-    return command.sized_plan(
-        args, "revision", lambda root, seed: seed_jobs(root, seed, sizes),
-        lambda jobs: markdown(results(jobs)),
-    )  # fmt: skip
+    return command.sized("revision", __doc__, arguments, (WHOLE, QUICK), seed_jobs, markdown)
 
 
 def seed_jobs(root: Path, seed: int, sizes: Sizes) -> list[Job]:
-    """Return a seed's jobs, dependencies first.
-
-    Args:
-        root: directory of the miniature.
-        seed: of models, problems and runs.
-        sizes: how much is done.
-    """
+    """Return a seed's jobs, dependencies first."""
     jobs = Seed(root, seed)
-    out, sampling = jobs.out, (*SAMPLING, f"seed={seed}")
-    train = ("--checkpoint", out / "base", "--data", out / "data/train.jsonl")
+    out, base, train = jobs.out, jobs.out / "base", jobs.out / "data/train.jsonl"
 
     def add_evaluation(name: str, needs: str, checkpoint: Path) -> None:
-        jobs.add_command(
-            name, (needs, "data"), "evaluate", "--checkpoint", checkpoint,
-            "--data", out / "data/test.jsonl", "--samples", sizes.test_samples,
-            "--temperature", 1, "--top-p", 1, "--out", out / name / SAMPLES, *sampling,
-            seconds=25.0,
-        )  # fmt: skip
+        data = out / "data/test.jsonl"
+        jobs.add_evaluation(name, (needs, "data"), checkpoint, data, sizes.test_samples, *SAMPLING)
 
     jobs.add_script("base", SOURCES, "model", "--habit", "switches", seconds=80.0, habit="switches")
     jobs.add_script(
         "data", SOURCES, "problems", "--train", sizes.problems, seconds=5.0, problems=sizes.problems
     )
-    jobs.add_command(
-        "samples", ("base", "data"), "evaluate", *train, "--samples", sizes.samples,
-        "--temperature", 1, "--top-p", 1, "--token-ids", "--out", out / "samples" / SAMPLES,
-        *sampling, seconds=25.0,
-    )  # fmt: skip
-    add_evaluation("before", "base", out / "base")
+    jobs.add_evaluation(
+        "samples", ("base", "data"), base, train, sizes.samples, *SAMPLING, options=("--token-ids",)
+    )
+    add_evaluation("before", "base", base)
     for name, (_, keyword) in TRACES.items():
         jobs.add_command(
-            name, ("samples",), "trajectories", *train, "--revise", out / "samples" / SAMPLES,
-            "--keywords", keyword, "--separator", ",", "--out", out / name / FILE, *sampling,
-            seconds=25.0,
+            name, ("samples",), "trajectories", "--checkpoint", base, "--data", train,
+            "--revise", out / "samples" / SAMPLES, "--keywords", keyword, "--separator", ",",
+            "--out", out / name / FILE, *SAMPLING, f"seed={seed}", seconds=25.0,
         )  # fmt: skip
         jobs.add_run(
             f"sft_{name}", ("tiny.yaml", "revision_tiny.yaml", "algorithms/sft.yaml"),
-            f"seed={seed}", f"algorithm.policy_steps={sizes.steps}", f"model.hf_path={out}/base",
+            f"seed={seed}", f"algorithm.policy_steps={sizes.steps}", f"model.hf_path={base}",
             f"data.train_path={out / name / FILE}", needs=("base", name), step_seconds=0.5,
         )  # fmt: skip
         add_evaluation(f"after_{name}", f"sft_{name}", out / f"sft_{name}" / "hf_export")
     return list(jobs.jobs.values())
 
 
-def results(jobs: Sequence[Job]) -> dict[str, dict[int, Result]]:
-    """Return what was measured of the base model and of the trained ones, by seed."""
-    found: dict[str, dict[int, Result]] = {}
-    for job, name in {"before": "before", **{f"after_{name}": name for name in TRACES}}.items():
-        for seed, done in finished(jobs, [job]).get(job, {}).items():
-            traces = None
-            if name in TRACES:
-                lines = (done.out.with_name(name) / FILE).read_text().splitlines()
-                lengths = [len(json.loads(line)["response"]) for line in lines]
-                traces = len(lengths), sum(lengths) / len(lengths)
-            held_out = measured(read_samples(done.out / SAMPLES))
-            found.setdefault(name, {})[seed] = Result(held_out, traces)
-    return found
+def _result(job: Job) -> Result:
+    traces = None
+    if job.out.name != "before":
+        file = job.out.with_name(job.out.name.removeprefix("after_")) / FILE
+        lengths = [len(json.loads(line)["response"]) for line in file.open()]
+        traces = len(lengths), sum(lengths) / len(lengths)
+    return Result(measured(read_samples(job.out / SAMPLES)), traces)
 
 
 COLUMNS = {
@@ -143,9 +108,6 @@ COLUMNS = {
 }
 
 
-def markdown(found: tables.Runs) -> str:
-    """Return the table: mean, standard deviation and each seed. Empty: nothing is found."""
-    if not found:
-        return ""
-    titles = {"before": "base model"} | {name: title for name, (title, _) in TRACES.items()}
-    return tables.of_arms("model", {n: titles[n] for n in titles if n in found}, COLUMNS, found)
+def markdown(jobs: Sequence[Job]) -> str:
+    """Return the table of what is finished; empty: nothing is."""
+    return tables.of_finished("model", TITLES, COLUMNS, results(jobs, TITLES, _result))

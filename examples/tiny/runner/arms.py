@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from runner.jobs import BASE_SOURCES, CONFIGS, Job, Seed, changed, read_state
 from vapo_megatron.config import load_config
@@ -85,6 +86,40 @@ class Table:
     def all_arms(self) -> dict[str, Arm]:
         """Arms and variants, by name."""
         return {**self.arms, **self.more_arms}
+
+
+def titles(arms: Mapping[str, Arm]) -> dict[str, str]:
+    """Return the arms' titles, by name."""
+    return {name: arm.title for name, arm in arms.items()}
+
+
+def task_table(
+    form: str, script: str, configs: Sequence[str], arms: Mapping[str, Arm], *, read: int,
+    updates: int, **more: Any,
+) -> Table:  # fmt: skip
+    """Return the table of a task in a folder of its own.
+
+    Args:
+        form: of the task.
+        script: FOLDER/FILE, which writes the problems; FOLDER/base.py makes the base model.
+        configs: after tiny.yaml.
+        arms: by name.
+        read: responses that the critic learns from in value pretraining.
+        updates: its passes over them.
+        more: other fields of Table.
+    """
+    base = f"{script.partition('/')[0]}/base.py"
+    own = {
+        "has_reward_model": False,
+        # One step: all responses are there to be read several times.
+        "value_steps": 1,
+        "value_changes": (
+            f"algorithm.responses_per_step={read}", f"algorithm.critic_updates_per_step={updates}",
+        ),
+        "base_sources": (base, "make_tokenizer.py", "making.py", "architecture.py", script),
+        "data_sources": (script,),
+    }  # fmt: skip
+    return Table(form, ("tiny.yaml", *configs), arms, **{**own, **more})
 
 
 def seed_jobs(

@@ -10,12 +10,16 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from runner.jobs import ROOT, TINY, Job, require_unchanged
 from runner.schedule import locked, run_jobs
 from vapo_megatron.cli.command import Parser, run
 from vapo_megatron.data.storage import replace_file
 from vapo_megatron.run.progress import format_seconds
+
+Sizes = TypeVar("Sizes")
+"""How much a miniature does."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,30 +68,46 @@ def add_seeds(parser: Parser, count: int = 3) -> None:
     )  # fmt: skip
 
 
-def sized_options(name: str, description: str | None) -> Parser:
-    """Return a parser for a miniature of five seeds that has a quick form; see sized_plan."""
-    out = f"runs/{name}_tiny, with --quick runs/{name}_quick"
-    parser = options(name, description, out)
-    add_seeds(parser, 5)
-    parser.add_argument(
-        "--quick", action="store_true", help="one seed, few steps, which show that it works"
-    )
+def add_overrides(parser: Parser) -> None:
+    """Add section.field=value, any number of times, for all arms."""
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="for all arms")
+
+
+def seeds_options(
+    name: str,
+    description: str | None,
+    quick: str = "one seed, few steps, which show that it works",
+    count: int = 5,
+) -> Parser:
+    """Return a parser with --seeds and --quick, for seeds_plan.
+
+    Args:
+        name: of the miniature.
+        description: what --help says of it.
+        quick: what it says of --quick.
+        count: default number of seeds.
+    """
+    parser = options(name, description, f"runs/{name}_tiny, with --quick runs/{name}_quick")
+    add_seeds(parser, count)
+    parser.add_argument("--quick", action="store_true", help=quick)
     return parser
 
 
-def sized_plan(
+def seeds_plan(
     args: argparse.Namespace,
     name: str,
     seed_jobs: Callable[[Path, int], list[Job]],
     table: Callable[[Sequence[Job]], str],
+    modules: tuple[str, ...] = (),
 ) -> Plan:
-    """Return the plan of sized_options' arguments, which ends with OUT/table.md.
+    """Return a plan that ends with OUT/table.md; --quick has the first seed alone.
 
     Args:
-        args: parsed.
+        args: of seeds_options, parsed.
         name: of the miniature.
         seed_jobs: returns the jobs of a seed; told the directory and the seed.
         table: of what is finished; empty: nothing is.
+        modules: see Plan.
     """
     root = (args.out or Path(f"runs/{name}_{'quick' if args.quick else 'tiny'}")).resolve()
     seeds = args.seeds[:1] if args.quick else sorted(set(args.seeds))
@@ -100,7 +120,24 @@ def sized_plan(
         replace_file(root / "table.md", text)
         return f"{text}\n{root / 'table.md'}"
 
-    return Plan(root, jobs, write)
+    return Plan(root, jobs, write, modules=modules)
+
+
+def sized(
+    name: str,
+    description: str | None,
+    arguments: Sequence[str] | None,
+    sizes: tuple[Sizes, Sizes],
+    seed_jobs: Callable[[Path, int, Sizes], list[Job]],
+    table: Callable[[Sequence[Job]], str],
+) -> int:
+    """Run a miniature whose --quick has other sizes; sizes: whole, quick. See seeds_plan, main."""
+
+    def plan(args: argparse.Namespace) -> Plan:
+        chosen = sizes[args.quick]
+        return seeds_plan(args, name, lambda root, seed: seed_jobs(root, seed, chosen), table)
+
+    return main(name, seeds_options(name, description), plan, arguments)
 
 
 def main(

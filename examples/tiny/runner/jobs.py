@@ -13,14 +13,18 @@ import hashlib
 import json
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from runner.samples import SAMPLES
 from vapo_megatron.config import VapoConfig, load_config
 from vapo_megatron.data.storage import replace_file
 from vapo_megatron.errors import UserError
+from vapo_megatron.run.directory import read_rows
 from vapo_megatron.run.report.comparison import flatten
+
+Found = TypeVar("Found")
 
 TINY = Path(__file__).resolve().parents[1]
 ROOT = TINY.parents[1]
@@ -123,6 +127,28 @@ class Seed:
             estimate_seconds=seconds,
         )  # fmt: skip
 
+    def add_evaluation(
+        self, name: str, needs: Sequence[str], checkpoint: Path, data: Path, samples: int,
+        *overrides: str, options: Sequence[str] = (), seconds: float = 25.0,
+        sources: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        """Add vapo evaluate at temperature 1, which writes NAME/samples.jsonl.
+
+        Args:
+            name, needs, seconds, sources: see `add_command`.
+            checkpoint: to evaluate.
+            data: problems.
+            samples: of each problem.
+            overrides: section.field=value, besides the seed.
+            options: others of vapo evaluate.
+        """
+        self.add_command(
+            name, needs, "evaluate", "--checkpoint", checkpoint, "--data", data,
+            "--samples", samples, "--temperature", 1, "--top-p", 1, *options,
+            "--out", self.out / name / SAMPLES, *overrides, f"seed={self.seed}",
+            seconds=seconds, sources=sources,
+        )  # fmt: skip
+
     def add_run(
         self, name: str, configs: Sequence[str], *overrides: str, step_seconds: float,
         needs: Sequence[str] | None = None, trainer: Sequence[str] = (),
@@ -169,6 +195,15 @@ class Seed:
         for job in reversed(self.jobs.values()):
             names |= set(job.needs) if job.name in names else set()
         return [job for job in self.jobs.values() if job.name in names]
+
+
+def engine(prompt_tokens: int, response_tokens: int) -> tuple[str, ...]:
+    """Return vLLM's limits for tiny models; the arguments: tokens of a prompt and of a response."""
+    return (
+        f"rollout.max_prompt_tokens={prompt_tokens}",
+        f"rollout.max_response_tokens={response_tokens}",
+        "rollout.max_num_sequences=256", "rollout.kv_cache_bytes=67108864",
+    )  # fmt: skip
 
 
 @functools.cache
@@ -219,6 +254,19 @@ def finished(
         if job.name.startswith(prefix) and name in found and is_finished(job):
             found[name][int(seed.removeprefix("seed_"))] = job
     return {name: of_seeds for name, of_seeds in found.items() if of_seeds}
+
+
+def results(
+    jobs: Iterable[Job], names: Iterable[str], read: Callable[[Job], Found], prefix: str = ""
+) -> dict[str, dict[int, Found]]:
+    """Return what `read` finds in each job of `finished`, by name and seed."""
+    done = finished(jobs, names, prefix)
+    return {name: {seed: read(job) for seed, job in of.items()} for name, of in done.items()}
+
+
+def metrics(job: Job) -> list[dict[str, Any]]:
+    """Return the rows of a run's metrics.jsonl."""
+    return read_rows(job.out / "metrics.jsonl")
 
 
 def write_state(job: Job, *, finished: bool, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""What vapo evaluate writes of each problem: accuracy and length of its samples."""
+"""What vapo evaluate writes: a summary, and the accuracy and length of each problem's samples."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+SAMPLES = "samples.jsonl"
+"""The samples file in an evaluation's directory; samples.json beside it has the summary."""
 Row = Mapping[str, Any]
 """A problem's line of a samples file."""
 
@@ -31,6 +33,17 @@ def read_samples(file: Path) -> list[Row]:
     """Return the problems of a samples file, in order."""
     _, *lines = file.read_text().splitlines()
     return [json.loads(line) for line in lines]
+
+
+def read_summary(out: Path) -> dict[str, Any]:
+    """Return the summary in an evaluation's directory."""
+    return json.loads((out / SAMPLES).with_suffix(".json").read_text())
+
+
+def mean_accuracy(summary: Mapping[str, Any]) -> float:
+    """Return a summary's avg@K."""
+    (average,) = (name for name in summary["statistics"] if name.startswith("avg@"))
+    return summary["statistics"][average]["value"]
 
 
 def measured(rows: Sequence[Row]) -> Measured:

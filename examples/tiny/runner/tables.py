@@ -99,6 +99,32 @@ def compared(measure: Measure, form: str = ".3f") -> Cell:
     return cell
 
 
+def by_step(runs: Runs, points: Callable[[Any], Sequence[tuple[float, float]]]) -> dict[str, Cell]:
+    """Return the columns of what evaluations measure: at the steps that all runs have, and last.
+
+    Args:
+        runs: at least one.
+        points: returns a result's (step, value), in order.
+    """
+    steps = [{step for step, _ in points(one)} for of in runs.values() for one in of.values()]
+
+    def at(step: float) -> Measure:
+        return lambda result: dict(points(result))[step]
+
+    def last(result: Any) -> float:
+        return points(result)[-1][1]
+
+    return {
+        **{
+            f"after {step:g} steps" if step else "before": mean(at(step))
+            for step in sorted(set.intersection(*steps))
+        },
+        "in the end": mean(last),
+        "each seed": each(last),
+        "less the first arm": difference(last),
+    }
+
+
 def cells(titles: Mapping[str, str], columns: Mapping[str, Cell], runs: Runs) -> list[list[str]]:
     """Return the title and the cells of each arm; titles: by arm, in the order of the rows."""
     return [
@@ -109,6 +135,14 @@ def cells(titles: Mapping[str, str], columns: Mapping[str, Cell], runs: Runs) ->
 def of_arms(name: str, titles: Mapping[str, str], columns: Mapping[str, Cell], runs: Runs) -> str:
     """Return a Markdown table of arms; name: of the first column."""
     return markdown([name, *columns], cells(titles, columns, runs))
+
+
+def of_finished(
+    name: str, titles: Mapping[str, str], columns: Mapping[str, Cell], runs: Runs
+) -> str:
+    """Return `of_arms` of the arms that have runs; empty: none has."""
+    known = {arm: title for arm, title in titles.items() if arm in runs}
+    return of_arms(name, known, columns, runs) if known else ""
 
 
 def markdown(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from runner import command, tables
-from runner.jobs import BASE_SOURCES, Job, Seed, finished
+from runner.jobs import BASE_SOURCES, Job, Seed, engine, metrics, results
 
 from selection.problems import KEPT
 from vapo_megatron.config.metrics import accuracy_name
 from vapo_megatron.data.storage import replace_file
-from vapo_megatron.run.directory import read_rows
 
 ARMS = {
     "selected": ("selected", "chosen/prompts.parquet", ()),
@@ -38,8 +37,7 @@ CONFIGS = ("tiny.yaml", "ablation_tiny.yaml", "algorithms/grpo.yaml", "selection
 JUDGE = "selection/weak_judge.py"
 SELECT = (
     "--samples", "8", "--hardest", str(KEPT), "reward.verifier=weak_judge:WeakJudge",
-    "model.dtype=float32", "rollout.max_prompt_tokens=64", "rollout.max_response_tokens=192",
-    "rollout.max_num_sequences=256", "rollout.kv_cache_bytes=67108864",
+    "model.dtype=float32", *engine(64, 192),
 )  # fmt: skip
 JUDGES = ("rest", "hackable", "hackable_weak")
 COLUMNS = {
@@ -70,7 +68,7 @@ def plan(args: argparse.Namespace) -> command.Plan:
     jobs = [job for seed in sorted(set(args.seeds)) for job in seed_jobs(root, seed, args.steps)]
 
     def write() -> None:
-        text = markdown(results(jobs))
+        text = markdown(measured(jobs))
         replace_file(root / "table.md", text)
         print(f"\n{text}\n{root / 'table.md'}")
 
@@ -78,13 +76,7 @@ def plan(args: argparse.Namespace) -> command.Plan:
 
 
 def seed_jobs(root: Path, seed: int, steps: int) -> list[Job]:
-    """Return a seed's jobs, dependencies first.
-
-    Args:
-        root: directory of the example.
-        seed: of models, problems and runs.
-        steps: of each arm.
-    """
+    """Return a seed's jobs, dependencies first; steps: of each arm."""
     jobs = Seed(root, seed)
     out = jobs.out
     jobs.add_script("base", BASE_SOURCES, seconds=60.0)
@@ -122,21 +114,23 @@ def _rest_first(out: Path, steps: int) -> list[str]:
     return ["data.train_path=null", f"data.sources={json.dumps(sources)}"]
 
 
-def results(jobs: Sequence[Job]) -> dict[str, dict[int, dict[str, float]]]:
+def measured(jobs: Sequence[Job]) -> dict[str, dict[int, dict[str, float]]]:
     """Return the held-out numbers of the arms at their end, and of the base model, by seed.
 
     The accuracy is of all held-out problems by the ground truth, weighted as they occur.
     """
-    found: dict[str, dict[int, dict[str, float]]] = {"base": {}}
-    for name, of_seeds in finished(jobs, ARMS).items():
-        for seed, job in of_seeds.items():
-            rows = [r for r in read_rows(job.out / "metrics.jsonl") if accuracy_name(r)]
-            file = job.out.with_name("data") / "test.jsonl"
-            count = collections.Counter(json.loads(line)["verifier"] for line in file.open())
-            found.setdefault(name, {})[seed] = _numbers(rows[-1], count)
-            # The arms of a seed start from one model.
-            found["base"].setdefault(seed, _numbers(rows[0], count))
-    return found
+    ends = results(jobs, ARMS, _ends)
+    # The arms of a seed start from one model.
+    base = {seed: first for of in reversed(ends.values()) for seed, (first, _) in of.items()}
+    arms = {name: {seed: last for seed, (_, last) in of.items()} for name, of in ends.items()}
+    return {"base": base, **arms}
+
+
+def _ends(job: Job) -> list[dict[str, float]]:
+    rows = [row for row in metrics(job) if accuracy_name(row)]
+    file = job.out.with_name("data") / "test.jsonl"
+    count = collections.Counter(json.loads(line)["verifier"] for line in file.open())
+    return [_numbers(row, count) for row in (rows[0], rows[-1])]
 
 
 def _numbers(row: Mapping[str, Any], count: Mapping[str, int]) -> dict[str, float]:
