@@ -15,13 +15,11 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.format_utils import _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
+from tests import jsonl
 from tests.dumped import GROUP_SIZE, MODEL, NUM_RESPONSES
 from tests.weights.tiny_hf import write_tiny_hf
-from tests.whole_run import Given, lines, settings, trainer
+from tests.whole_run import Given, saved, settings, trainer
 from vapo_megatron.algorithm.group_sampling import repeat_for_group
 from vapo_megatron.data.prompts import Problem, PromptDataset
 from vapo_megatron.data.rollout import Rollout, ScoredRollout
@@ -131,26 +129,17 @@ def fit(hf, run_dir, layout, optimizer, resumes=False):
 def rows(run_dir):
     """The metrics of each step that do not depend on the machine."""
     rooms = ("actor/", "critic/", "algorithm/", "reward/", "rollout/")
-    found = lines(run_dir / "metrics.jsonl")
+    found = jsonl.read(run_dir / "metrics.jsonl")
     return [{n: v for n, v in row.items() if n.startswith(rooms)} for row in found]
 
 
-def saved(run_dir, step):
-    """Every tensor of a step's checkpoint in full, as torch reads it; vocabularies unpadded."""
+def of_both(run_dir, step):
+    """Every tensor of a step's checkpoint in full; vocabularies unpadded."""
     tensors = {}
     for role in ("actor", "critic"):
-        of_role = {}
-        _load_state_dict(
-            of_role,
-            storage_reader=FileSystemReader(run_dir / f"checkpoints/step_{step:06d}/{role}"),
-            planner=_EmptyStateDictLoadPlanner(),
-            no_dist=True,
-        )
-        for name, value in of_role.items():
-            if torch.is_tensor(value):
-                is_vocabulary = any(part in name for part in VOCABULARIES)
-                rows = MODEL["vocab"] if is_vocabulary else None
-                tensors[f"{role} {name}"] = value[:rows]
+        for name, value in saved(run_dir, step, role).items():
+            is_vocabulary = any(part in name for part in VOCABULARIES)
+            tensors[f"{role} {name}"] = value[: MODEL["vocab"] if is_vocabulary else None]
     return tensors
 
 
@@ -232,7 +221,8 @@ def goes_on_alike(workers, hf, run_dir, optimizer, place, layout):
     for role in ("actor", "critic"):
         first, second = (expected[SAVED_AT + i][f"{role}/loss"] for i in (1, 2))
         assert abs(first - second) > 1e3 * TOLERANCE, "an update shows in the loss"
-    before, after, again = saved(run_dir, SAVED_AT), saved(run_dir, STEPS), saved(other, STEPS)
+    before, after = of_both(run_dir, SAVED_AT), of_both(run_dir, STEPS)
+    again = of_both(other, STEPS)
     assert before.keys() == after.keys() == again.keys()
     for name, tensor in after.items():
         if not tensor.any():  # Moments of an expert that no token chose.
@@ -264,7 +254,7 @@ def test_the_same_layout_goes_on_bit_by_bit(layout, optimizer, family, workers, 
     workers.run(layout[0], fit, hf, run_dir, layout, optimizer)
     other = gone_on(workers, hf, run_dir, tmp_path / "other", layout, optimizer)
     assert rows(other) == rows(run_dir)
-    after, again = saved(run_dir, STEPS), saved(other, STEPS)
+    after, again = of_both(run_dir, STEPS), of_both(other, STEPS)
     assert after.keys() == again.keys()
     for name, tensor in after.items():
         assert torch.equal(tensor, again[name]), name

@@ -10,6 +10,7 @@ import shutil
 
 import pytest
 
+from tests import jsonl
 from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
 from tests.weights.tiny_hf import write_tiny_hf
 from vapo_megatron.cli.sampling.directory import find_hf_directory
@@ -134,7 +135,7 @@ def limits(checkpoint, data, *overrides):
 def test_limits_that_are_not_set_are_the_datas_and_the_models(model, tmp_path):
     data = tmp_path / "test.jsonl"
     prompts = ["w9", " ".join(["w9"] * 10)]
-    data.write_text("".join(json.dumps({"prompt": p, "answer": "1"}) + "\n" for p in prompts))
+    jsonl.write(data, ({"prompt": p, "answer": "1"} for p in prompts))
     prompt, response = "rollout.max_prompt_tokens", "rollout.max_response_tokens"
     assert limits(model, data) == (10, 54)
     assert limits(model, data, f"{response}=20") == (10, 20)
@@ -156,6 +157,6 @@ def test_limits_that_are_not_set_are_the_datas_and_the_models(model, tmp_path):
 
 def test_no_prompt_may_fill_the_model(model, tmp_path):
     data = tmp_path / "test.jsonl"
-    data.write_text(json.dumps({"prompt": " ".join(["w9"] * 64), "answer": "1"}) + "\n")
+    jsonl.write(data, [{"prompt": " ".join(["w9"] * 64), "answer": "1"}])
     with pytest.raises(ConfigError, match="rollout.max_prompt_tokens=64 .* exceeds the model's"):
         limits(model, data)

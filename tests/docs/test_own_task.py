@@ -3,11 +3,11 @@
 Not exercised: that anything is learned.
 """
 
-import json
 import re
 
 import pytest
 
+from tests import jsonl
 from tests.docs.commands import ROOT, commands
 from tests.e2e.test_run import SMALL, TINY
 from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
@@ -31,7 +31,7 @@ def place(tmp_path, monkeypatch):
     write_tiny_tokenizer(tmp_path / "model", 64)
     (tmp_path / "near.py").write_text("\n".join([FUNCTION, CODE, GROUP]))
     rows = [{"prompt": f"w{i + 3}", "answer": str(9 - i), "tolerance": i % 3} for i in range(8)]
-    (tmp_path / "near.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    jsonl.write(tmp_path / "near.jsonl", rows)
     monkeypatch.chdir(tmp_path)
     return ["--config", str(TINY), *SMALL, f"model.hf_path={tmp_path}/model", *OPTIONS]
 

@@ -13,6 +13,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen2ForSequenceClassification
 
+from tests import jsonl
+
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
 sys.path.insert(0, str(TINY))
 
@@ -184,8 +186,8 @@ def test_a_run_whose_rewards_are_its_scores(launch, base, reward_model, tmp_path
     held_out = tmp_path / "test.jsonl"
     task.write_jsonl(tmp_path / "train.jsonl", task.training_problems(40, 0))
     task.write_jsonl(held_out, task.test_problems(6, 0))
-    rows_of_file = map(json.loads, held_out.read_text().splitlines())
-    held_out.write_text("".join(json.dumps({**r, "verifier": "math"}) + "\n" for r in rows_of_file))
+    rows_of_file = jsonl.read(held_out)
+    jsonl.write(held_out, ({**r, "verifier": "math"} for r in rows_of_file))
     given = [
         "--config", str(TINY_CONFIG), *SMALL, f"model.hf_path={base}",
         f"model.reward_hf_path={reward_model}", "reward.verifier=reward_model",
@@ -194,9 +196,7 @@ def test_a_run_whose_rewards_are_its_scores(launch, base, reward_model, tmp_path
         "algorithm.policy_steps=2", "logging.dump_steps=3", f"logging.run_dir={tmp_path}/run",
     ]  # fmt: skip
     ended(launch(main, given, world_size=2))
-    first, *steps = [
-        json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
-    ]
+    first, *steps = jsonl.read(tmp_path / "run/metrics.jsonl")
     assert [row["step"] for row in steps] == [1, 2, 3] and "evaluation/avg@2" in first
     model = Qwen2ForSequenceClassification.from_pretrained(str(reward_model)).eval()
     for row in steps:

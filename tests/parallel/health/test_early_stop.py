@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from tests import faults
+from tests import faults, jsonl
 from tests.dumped import MODEL, dump
 from tests.launched import Launched
 from tests.weights.tiny_hf import write_tiny_hf
@@ -136,7 +136,7 @@ def steps(run_dir):
 
 def comparable(run_dir):
     """Rows without times, and every byte of the last checkpoint."""
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = jsonl.read(run_dir / "metrics.jsonl")
     varying = ("time/", "memory/", "tokens_per_second")
     kept = [{k: v for k, v in row.items() if not k.startswith(varying)} for row in rows]
     last = run_dir / "checkpoints/step_000003"
