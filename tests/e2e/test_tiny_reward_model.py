@@ -14,6 +14,7 @@ import torch
 from transformers import AutoTokenizer, Qwen2ForSequenceClassification
 
 from tests import jsonl
+from tests.cut import batch_of
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
 sys.path.insert(0, str(TINY))
@@ -104,10 +105,7 @@ def test_transformers_and_the_critic_read_the_same_values(reward_model, base, wo
 
 def critic_values(base, reward_model, some):
     """V before each response token, of the trainer's critic; a worker's function."""
-    from itertools import accumulate
-
     from vapo_megatron.config import VapoConfig
-    from vapo_megatron.data.batch import RolloutBatch
     from vapo_megatron.data.microbatch import make_microbatch
     from vapo_megatron.models.hf_config import read_model_shape
     from vapo_megatron.parallel import groups
@@ -117,19 +115,10 @@ def critic_values(base, reward_model, some):
     config = VapoConfig.model_validate({"model": {**paths, "dtype": "float32"}})
     place = groups.initialize(config.parallel)
     critic = Critic(read_model_shape(base), config, place, config.model.critic_hf_path)
-    count, tokens = len(some), [len(s.response) for s in some]
-    whole = [len(s.prompt) + len(s.response) for s in some]
-    batch = RolloutBatch(
-        tokens=torch.tensor([i for s in some for i in s.prompt + s.response]),
-        sequence_cu_seqlens=torch.tensor([0, *accumulate(whole)], dtype=torch.int32),
-        cu_seqlens=torch.tensor([0, *accumulate(tokens)], dtype=torch.int32),
-        positions=torch.arange(count),
-        rewards=torch.ones(count),
-        is_correct=torch.ones(count, dtype=torch.bool),
-        truncated=torch.zeros(count, dtype=torch.bool),
-        rollout_logprobs=torch.zeros(sum(tokens)),
-        loss_mask=torch.ones(sum(tokens), dtype=torch.bool),
-    )
+    sequences = [s.prompt + s.response for s in some]
+    responses = [len(s.response) for s in some]
+    tokens = torch.tensor([i for sequence in sequences for i in sequence])
+    batch = batch_of(tokens, list(map(len, sequences)), responses)
     return critic.compute_values([make_microbatch(batch)])
 
 

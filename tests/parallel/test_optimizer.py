@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from tests.parallel.training import ALL, LEARNING_RATE, Layout, Trained, make_config
+from tests.parallel.training import LEARNING_RATE, Layout, Trained, make_config
 from tests.weights.tiny_hf import write_tiny_hf
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.parallel import groups
@@ -58,7 +58,7 @@ def _start(hf_path, role="actor", **sections):
     config = make_config(Layout(), **sections)
     if groups._current is None:
         groups.initialize(config.parallel)
-    return Trained(hf_path, Layout(split=((ALL,),)), role, config)
+    return Trained(hf_path, Layout(), role, config)
 
 
 def _against_adamw(hf_path, role, clip_grad):

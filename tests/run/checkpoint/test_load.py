@@ -12,6 +12,7 @@ import threading
 import pytest
 import torch
 
+from tests.cut import batch_of
 from tests.weights.tiny_hf import write_tiny_hf
 
 SAVED_AT, UPDATES = 2, 5
@@ -31,7 +32,6 @@ def train(hf, root, settings, tp, pp, load, saved_at=SAVED_AT, cp=1):
     import torch.distributed as dist
 
     from vapo_megatron.config import VapoConfig
-    from vapo_megatron.data.batch import RolloutBatch
     from vapo_megatron.data.microbatch import make_microbatch
     from vapo_megatron.models.hf_config import read_model_shape
     from vapo_megatron.models.value_head import values_of
@@ -61,17 +61,7 @@ def train(hf, root, settings, tp, pp, load, saved_at=SAVED_AT, cp=1):
     place = groups.initialize(config.parallel)
     model = Critic(read_model_shape(hf), config, place, str(hf)).trained
     tokens = torch.randint(0, 200, (40,), generator=torch.Generator().manual_seed(1))
-    batch = RolloutBatch(
-        tokens=tokens,
-        sequence_cu_seqlens=torch.tensor([0, 15, 40], dtype=torch.int32),
-        cu_seqlens=torch.tensor([0, 10, 30], dtype=torch.int32),
-        positions=torch.arange(2),
-        rewards=torch.ones(2),
-        is_correct=torch.ones(2, dtype=torch.bool),
-        truncated=torch.zeros(2, dtype=torch.bool),
-        rollout_logprobs=torch.zeros(30),
-        loss_mask=torch.ones(30, dtype=torch.bool),
-    )
+    batch = batch_of(tokens, [15, 25], [10, 20])
     count = torch.tensor(30.0 * place.dp_size)
     part = make_microbatch(batch, cp_size=place.cp_size, cp_rank=place.cp_rank)
     mini_batch = MiniBatch([part], {"tokens": count})
