@@ -18,8 +18,7 @@ import torch
 from tests import jsonl
 from tests.dumped import MODEL, NUM_RESPONSES, dump
 from tests.models.float64 import load_float64
-from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
-from tests.weights.tiny_hf import EOS, write_tiny_hf
+from tests.weights.tiny_hf import EOS, write_tiny_model
 from tests.whole_run import ENGINE, measured, settings, trainer
 from vapo_megatron.cli.train import main
 from vapo_megatron.errors import DataError
@@ -48,9 +47,7 @@ def inputs(tmp_path_factory):
     tmp = tmp_path_factory.mktemp("given")
     for name, some in {"train": range(ROWS), "test": range(ROWS, ROWS + HELD_OUT)}.items():
         (tmp / f"{name}.jsonl").write_text("".join(json.dumps(written(i)) + "\n" for i in some))
-    hf = write_tiny_hf(tmp / "hf", **MODEL)
-    write_tiny_tokenizer(hf, MODEL["vocab"])
-    return hf, tmp
+    return write_tiny_model(tmp / "hf", **MODEL), tmp
 
 
 def settings_of(hf, tmp, name, world_size=2):

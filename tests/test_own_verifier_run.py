@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from tests import jsonl
 from tests.dumped import MODEL, NUM_RESPONSES
-from tests.rollout.tiny_tokenizer import ANSWERS, write_tiny_tokenizer
+from tests.rollout.tiny_tokenizer import ANSWERS
 from tests.test_sampling_wiring import SAMPLES, stand_ins
-from tests.weights.tiny_hf import write_tiny_hf
+from tests.weights.tiny_hf import write_tiny_model
 from tests.whole_run import settings
 from vapo_megatron import VapoConfig
 from vapo_megatron.errors import ConfigError, DataError
@@ -92,7 +92,7 @@ def place(tmp_path_factory):
     tmp = tmp_path_factory.mktemp("own_verifier")
     for name, rows in {"train": ROWS, "refused": [*ROWS, {"prompt": "w7", "answer": "7"}]}.items():
         jsonl.write(tmp / f"{name}.jsonl", rows)
-    write_tiny_tokenizer(write_tiny_hf(tmp / "hf", **MODEL), MODEL["vocab"], last=ANSWERS)
+    write_tiny_model(tmp / "hf", last=ANSWERS, **MODEL)
     return tmp
 
 

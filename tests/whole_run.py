@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from tests import jsonl
 from tests.dumped import MODEL, config
-from tests.rollout.tiny_tokenizer import ANSWERS, write_tiny_tokenizer
-from tests.weights.tiny_hf import write_tiny_hf
+from tests.rollout.tiny_tokenizer import ANSWERS
+from tests.weights.tiny_hf import write_tiny_model
 from vapo_megatron.errors import Stopped
 from vapo_megatron.rollout.source import RolloutSource
 
@@ -44,9 +44,7 @@ def write_inputs(tmp, model=MODEL, **counts):
     """
     for name, count in counts.items():
         write_problems(tmp / f"{name}.jsonl", range(count))
-    hf = write_tiny_hf(tmp / "hf", **model)
-    write_tiny_tokenizer(hf, model["vocab"], last=ANSWERS)
-    return hf, tmp
+    return write_tiny_model(tmp / "hf", last=ANSWERS, **model), tmp
 
 
 def write_problems(file, numbers):

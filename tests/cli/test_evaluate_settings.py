@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from tests import jsonl
 from tests.rollout.evaluation.test_judging import SAMPLES, Sampler, decode
-from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
-from tests.weights.tiny_hf import write_tiny_hf
+from tests.weights.tiny_hf import write_tiny_model
 from vapo_megatron.cli.evaluate import command
 from vapo_megatron.cli.evaluate import summary as summaries
 from vapo_megatron.cli.sampling import inputs, samples
@@ -67,9 +66,8 @@ def evaluate(hf, data, out, tp_size, overrides=()):
 
 def written(tmp_path, answers):
     """(model, data file) with these ground truths."""
-    hf = write_tiny_hf(tmp_path / "hf", num_layers=1, hidden=128, vocab=64)
+    hf = write_tiny_model(tmp_path / "hf", num_layers=1, hidden=128, vocab=64)
     data = tmp_path / "held_out.jsonl"
-    write_tiny_tokenizer(hf)
     rows = [{"prompt": f"w{3 + i} w9", "answer": answer} for i, answer in enumerate(answers)]
     jsonl.write(data, rows)
     return hf, data

@@ -11,8 +11,7 @@ import shutil
 import pytest
 
 from tests import jsonl
-from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
-from tests.weights.tiny_hf import write_tiny_hf
+from tests.weights.tiny_hf import write_tiny_model
 from vapo_megatron.cli.sampling.directory import find_hf_directory
 from vapo_megatron.cli.sampling.inputs import check, evaluation_config
 from vapo_megatron.config import load_config
@@ -117,8 +116,8 @@ def test_a_directory_that_is_none(tmp_path):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A model of 64 positions."""
-    hf = write_tiny_hf(tmp_path_factory.mktemp("limits") / "hf", num_layers=1, hidden=128, vocab=64)
-    write_tiny_tokenizer(hf)
+    sizes = dict(num_layers=1, hidden=128, vocab=64)
+    hf = write_tiny_model(tmp_path_factory.mktemp("limits") / "hf", **sizes)
     config = json.loads((hf / "config.json").read_text())
     (hf / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
     return hf

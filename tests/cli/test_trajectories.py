@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import jsonl
-from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
-from tests.weights.tiny_hf import write_tiny_hf
+from tests.weights.tiny_hf import write_tiny_model
 from vapo_megatron.cli.sampling.inputs import check, evaluation_config
 from vapo_megatron.cli.trajectories import command
 from vapo_megatron.cli.trajectories.episodes import trajectory
@@ -22,8 +21,7 @@ from vapo_megatron.rollout.revision import Settings
 def given(tmp_path_factory):
     """The options of a checkpoint and two rows."""
     root = tmp_path_factory.mktemp("given")
-    write_tiny_hf(root / "model", num_layers=1, heads=2, kv_heads=2, vocab=64)
-    write_tiny_tokenizer(root / "model")
+    write_tiny_model(root / "model", num_layers=1, heads=2, kv_heads=2, vocab=64)
     data = root / "data.jsonl"
     jsonl.write(data, ({"prompt": "12", "answer": "3"} for _ in range(2)))
     out = str(root / "out.jsonl")

@@ -126,11 +126,8 @@ def test_a_run_is_refused_for_either_side(overrides, message):
     config = load_config(ONE_STEP_OFF, ["rollout.num_processes=32"])
     check_fits(config, SHAPE_32B, GPU_BYTES)
     with pytest.raises(ConfigError, match=message) as error:
-        check_fits(
-            load_config(ONE_STEP_OFF, ["rollout.num_processes=32", *overrides]),
-            SHAPE_32B,
-            GPU_BYTES,
-        )
+        more = ["rollout.num_processes=32", *overrides]
+        check_fits(load_config(ONE_STEP_OFF, more), SHAPE_32B, GPU_BYTES)
     assert "\n" not in str(error.value)
 
 

@@ -13,8 +13,7 @@ from tests import jsonl
 from tests.data.test_trajectories import HEADER, LINE, VECTORS
 from tests.reward.test_judge import Server
 from tests.rollout.chat_tokenizer import CHATML, SIZE, write_chat_tokenizer
-from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
-from tests.weights.tiny_hf import write_tiny_hf
+from tests.weights.tiny_hf import write_tiny_hf, write_tiny_model
 from vapo_megatron.cli.main import main
 from vapo_megatron.cli.states import judging
 from vapo_megatron.config import DataConfig
@@ -334,8 +333,7 @@ def test_a_chat_whose_turns_do_not_end_is_refused(states, model):
 
 def test_texts_end_at_one_token(states, tmp_path):
     place = tmp_path / "words"
-    write_tiny_hf(place, num_layers=1, hidden=128, ffn=32, vocab=64)
-    write_tiny_tokenizer(place)
+    write_tiny_model(place, num_layers=1, hidden=128, ffn=32, vocab=64)
     weights = weights_digest(place)
     options = [f"model.hf_path={place}", "rollout.stop_token_ids=[2,9]"]
     about = {"filter": "none", "chat": False, "ends": ["w9"], "weights": weights}
