@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 
+from tests.dumped import MODEL
 from tests.parallel.training import LEARNING_RATE, Layout, Trained, make_config
 from tests.weights.tiny_hf import write_tiny_hf
 from vapo_megatron.config import VapoConfig
@@ -51,7 +52,7 @@ def test_defaults_are_the_papers():
 @pytest.fixture(scope="module")
 def hf_path(tmp_path_factory):
     path = tmp_path_factory.mktemp("optimizer")
-    return str(write_tiny_hf(path, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60, num_layers=2))
+    return str(write_tiny_hf(path, **MODEL))
 
 
 def _start(hf_path, role="actor", **sections):

@@ -100,7 +100,7 @@ def phases(hf, offload):
 
 
 def test_each_phase_has_what_it_needs_and_no_more(workers, tmp_path):
-    hf = written(tmp_path, num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
+    hf = written(tmp_path, **MODEL)
     (found,) = workers.run(1, phases, hf, True)
     away = {
         "reward_scores": ["nothing", "nothing", "nothing", "parameters"],
@@ -120,7 +120,7 @@ def test_each_phase_has_what_it_needs_and_no_more(workers, tmp_path):
 
 
 def test_without_offload_all_stay(workers, tmp_path):
-    hf = written(tmp_path, num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
+    hf = written(tmp_path, **MODEL)
     (found,) = workers.run(1, phases, hf, False)
     assert set(map(str, found.values())) == {str((["training"] * 4, 0))}
     (default,) = workers.run(1, phases, hf, None)
@@ -230,7 +230,7 @@ def refused(hf, run_dir, parallel):
 def test_a_node_without_the_memory_is_refused_before_the_models_are_built(
     workers, tmp_path, parallel
 ):
-    hf = written(tmp_path, num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
+    hf = written(tmp_path, **MODEL)
     size, given = parallel.get("world_size", 1), (hf, tmp_path / "run", parallel)
     messages, of_ranks = zip(*workers.run(size, refused, *given), strict=True)
     assert len(set(messages)) == 1 and len(set(of_ranks)) == size, "each holds something else"

@@ -11,6 +11,7 @@ import torch
 
 from tests import reference
 from tests.cut import batch_of, mini_batches
+from tests.dumped import MODEL
 from tests.weights.tiny_hf import write_tiny_hf
 from vapo_megatron.algorithm.agreement import LogprobsDiffer
 from vapo_megatron.config import VapoConfig
@@ -161,7 +162,7 @@ CASES = [
 
 @pytest.mark.parametrize("algorithm", CASES, ids=str)
 def test_the_actors_loss(workers, tmp_path, algorithm):
-    hf = write_tiny_hf(tmp_path, num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
+    hf = write_tiny_hf(tmp_path, **MODEL)
     logprobs, entropy, _, first, second, _ = workers.run(1, update_once, hf, algorithm)[0]
     for found, shift in ((first, 0), (second, 1)):
         policy, whole = expected(algorithm, logprobs, entropy, shift)
@@ -171,7 +172,7 @@ def test_the_actors_loss(workers, tmp_path, algorithm):
 
 
 def test_every_case_is_told_apart(workers, tmp_path):
-    hf = write_tiny_hf(tmp_path, num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
+    hf = write_tiny_hf(tmp_path, **MODEL)
     logprobs, entropy, *_ = workers.run(1, update_once, hf, {})[0]
     losses = [expected(case, logprobs, entropy, 1)[1] for case in CASES]
     gaps = [abs(a - b) for i, a in enumerate(losses) for b in losses[:i]]
@@ -182,7 +183,7 @@ def test_every_case_is_told_apart(workers, tmp_path):
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_the_critics_loss(workers, tmp_path, clip, correction):
     """Over every token: what the sampler did to the policy's weights is nothing to the critic."""
-    hf = write_tiny_hf(tmp_path, num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
+    hf = write_tiny_hf(tmp_path, **MODEL)
     algorithm = {"value_clip": clip, "sampler_correction": correction}
     *_, values, _, _, metrics = workers.run(1, update_once, hf, algorithm)[0]
     data = batch()
@@ -200,7 +201,7 @@ def test_the_critics_loss(workers, tmp_path, clip, correction):
 
 
 def test_the_critics_values_have_a_range(workers, tmp_path):
-    hf = write_tiny_hf(tmp_path, num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
+    hf = write_tiny_hf(tmp_path, **MODEL)
     head = workers.run(1, update_once, hf, {})[0][2]
     algorithm = {"value_range": [-1.0, 2.0]}
     *_, values, _, _, metrics = workers.run(1, update_once, hf, algorithm)[0]
@@ -225,5 +226,5 @@ def changed_between(hf):
 
 
 def test_a_ratio_off_one_stops_the_run(workers, tmp_path):
-    hf = write_tiny_hf(tmp_path, num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
+    hf = write_tiny_hf(tmp_path, **MODEL)
     assert "differs from 1" in workers.run(1, changed_between, hf)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,13 @@ from vapo_megatron.models.build import build_model
 from vapo_megatron.models.hf_config import ModelShape, read_model_shape
 from vapo_megatron.parallel import groups
 from vapo_megatron.parallel.groups import Ranks
+from vapo_megatron.parallel.optimizer import (
+    build_ddp,
+    build_optimizer,
+    optimizer_step,
+    set_learning_rate,
+)
+from vapo_megatron.parallel.schedule import forward_backward
 from vapo_megatron.weights.load_hf import load_hf_weights
 
 # Layouts with fewer key-value heads than tensor-parallel ranks, of models with 4 query heads.
@@ -83,6 +91,17 @@ def forward(chunk: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
     """One packed sequence through a model on one pipeline stage."""
     with torch.no_grad():
         return call(chunk, list(ids))
+
+
+def two_updates(loaded: Loaded) -> Iterator[list[torch.nn.Module]]:
+    """Update an actor on its data-parallel ranks twice; after each, its wrapped chunks."""
+    chunks = build_ddp(loaded.chunks, loaded.config.parallel, loaded.chunks[0].config)
+    optimizer = build_optimizer(chunks, loaded.config.optimizer, "actor")
+    set_learning_rate(optimizer, 0.01)
+    for _ in range(2):
+        forward_backward(chunks, [microbatch()], lambda out, _: (out.float().square().sum(), {}))
+        optimizer_step(optimizer)
+        yield chunks
 
 
 def microbatch() -> Microbatch:
