@@ -81,7 +81,14 @@ def reward_model(hf, directory):
     tensors["score.weight"] = torch.randn(1, MODEL["hidden"], generator=generator) * 0.2
     tensors["score.bias"] = torch.tensor([0.5])
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    return directory
+
+
+def make_run(workers, root, layout, optimizer, family="qwen2"):
+    """(model, run directory without a stop, its optimizer)."""
+    hf = write_tiny_hf(root / "hf", **MODEL, family=family)
+    reward_model(hf, root / "reward_model")
+    workers.run(layout[0], fit, hf, root / "run", layout, optimizer)
+    return hf, root / "run", optimizer
 
 
 def fit(hf, run_dir, layout, optimizer, resumes=False):
@@ -151,35 +158,25 @@ def of_both(run_dir, step):
     ],
 )  # fmt: skip
 def straight(request, workers, tmp_path_factory):
-    """(model, run directory of TP2 without a stop, its optimizer)."""
-    root = tmp_path_factory.mktemp("layouts")
-    hf = write_tiny_hf(root / "hf", **MODEL)
-    reward_model(hf, root / "reward_model")
-    workers.run(2, fit, hf, root / "run", (2, 2, 1), request.param)
-    return hf, root / "run", request.param
+    """A run of TP2."""
+    return make_run(workers, tmp_path_factory.mktemp("layouts"), (2, 2, 1), request.param)
 
 
 @pytest.fixture(
     scope="module", params=["distributed", pytest.param("whole", marks=pytest.mark.slow)]
 )
 def straight_experts(request, workers, tmp_path_factory):
-    """The same of a mixture of experts, of TP2 EP2."""
-    root = tmp_path_factory.mktemp("experts")
-    hf = write_tiny_hf(root / "hf", **MODEL, family="qwen3_moe")
-    reward_model(hf, root / "reward_model")
-    workers.run(2, fit, hf, root / "run", OF_EXPERTS["TP2 EP2"], request.param)
-    return hf, root / "run", request.param
+    """A run of a mixture of experts, of TP2 EP2."""
+    given = tmp_path_factory.mktemp("experts"), OF_EXPERTS["TP2 EP2"], request.param
+    return make_run(workers, *given, family="qwen3_moe")
 
 
 @pytest.fixture(
     scope="module", params=["adapters", pytest.param("adapters, whole", marks=pytest.mark.slow)]
 )
 def straight_adapters(request, workers, tmp_path_factory):
-    """The same of adapters, of TP2."""
-    root = tmp_path_factory.mktemp("adapters")
-    hf = write_tiny_hf(root / "hf", **MODEL)
-    workers.run(2, fit, hf, root / "run", (2, 2, 1), request.param)
-    return hf, root / "run", request.param
+    """A run with adapters, of TP2."""
+    return make_run(workers, tmp_path_factory.mktemp("adapters"), (2, 2, 1), request.param)
 
 
 def gone_on(workers, hf, run_dir, other, layout, optimizer):
@@ -248,10 +245,7 @@ SAME = [(layout, optimizer, "qwen2") for layout in LAYOUTS.values() for optimize
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "optimizer", "family"), SAME)
 def test_the_same_layout_goes_on_bit_by_bit(layout, optimizer, family, workers, tmp_path):
-    hf = write_tiny_hf(tmp_path / "hf", **{**MODEL, "family": family})
-    reward_model(hf, tmp_path / "reward_model")
-    run_dir = tmp_path / "run"
-    workers.run(layout[0], fit, hf, run_dir, layout, optimizer)
+    hf, run_dir, _ = make_run(workers, tmp_path, layout, optimizer, family)
     other = gone_on(workers, hf, run_dir, tmp_path / "other", layout, optimizer)
     assert rows(other) == rows(run_dir)
     after, again = of_both(run_dir, STEPS), of_both(other, STEPS)

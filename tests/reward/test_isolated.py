@@ -3,12 +3,10 @@
 Not exercised: limits of a machine that has less memory than reward.memory_gb.
 """
 
-import contextlib
-
-import psutil
 import pytest
 
 from tests.reward import limits, own_verifiers
+from tests.sandbox.marked import gone, marked
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.reward.isolated import IsolatedVerifier
 from vapo_megatron.reward.verifier import Problem, Verdict
@@ -104,19 +102,9 @@ def test_what_hangs_is_killed_with_its_children(misbehaves):
     verdicts = misbehaves.score(asked, [PROBLEM] * len(asked))
     expected = ["timed_out", "correct", "timed_out", "timed_out", "correct"]
     assert [v.status for v in verdicts] == expected and verdicts[0].note == "more than 60 seconds"
-    assert marked()
+    assert marked(MARK)
     misbehaves.close()
-    assert psutil.wait_procs(marked(), 60)[1] == [], "a child lives on"
-
-
-def marked():
-    """Return the processes that the verifier started, and what these have started."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if MARK in process.environ():
-                found.append(process)
-    return found
+    assert gone(MARK), "a child lives on"
 
 
 def test_large_messages_pass_both_ways_and_prints_do_not_mix_with_them(misbehaves):
