@@ -130,9 +130,15 @@ def test_greedy_is_transformers_greedy(found, reference):
 
 def test_logprobs_are_transformers(found, reference):
     for rollout in both(found, "sampled"):
-        expected = logits_of(reference["first"], rollout).log_softmax(-1)
-        expected = expected[torch.arange(len(expected)), list(rollout.token_ids)]
-        torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, atol=1e-4, rtol=0)
+        assert_logprobs(rollout, reference["first"])
+
+
+def assert_logprobs(rollout, model, first=0, last=None):
+    """Those of tokens [first, last) are what the model gives for the text before each."""
+    expected = logits_of(model, rollout).log_softmax(-1)
+    expected = expected[torch.arange(len(expected)), list(rollout.token_ids)]
+    given = torch.tensor(rollout.logprobs)
+    torch.testing.assert_close(given[first:last], expected[first:last], atol=1e-4, rtol=0)
 
 
 def _filtered(logits, temperature, top_p, top_k):
@@ -355,9 +361,7 @@ def test_the_ranks_of_a_replica_stop_together(found_tp2):
 def test_tensor_parallel_is_transformers(found_tp2, reference):
     assert_greedy(reference["tied"], found_tp2[0]["greedy"])
     for rollout in found_tp2[0]["sampled"]:
-        expected = logits_of(reference["tied"], rollout).log_softmax(-1)
-        expected = expected[torch.arange(len(expected)), list(rollout.token_ids)]
-        torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, atol=1e-4, rtol=0)
+        assert_logprobs(rollout, reference["tied"])
 
 
 def test_configured_stop_tokens_are_the_only_ones(found_tp2):

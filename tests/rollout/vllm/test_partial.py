@@ -4,11 +4,10 @@ One process and a tiny Qwen2 in float32. Not exercised: GPUs, sharded engines.
 """
 
 import pytest
-import torch
 
 from tests.rollout.vllm import partial_jobs as jobs
 from tests.rollout.vllm.engine_jobs import settings
-from tests.rollout.vllm.test_engine import assert_greedy, logits_of, make_models, reference
+from tests.rollout.vllm.test_engine import assert_greedy, assert_logprobs, make_models, reference
 from vapo_megatron.rollout.requests import continued_seed
 
 __all__ = ["reference"]
@@ -26,14 +25,6 @@ def found(vllm_workers, models, tmp_path_factory):
         1, jobs.cut_and_gone_on, tmp, models["first"], models["second"], timeout_seconds=280
     )
     return result
-
-
-def assert_logprobs(rollout, model, first, last):
-    """Those of tokens [first, last) are what the model gives for the text before each."""
-    expected = logits_of(model, rollout).log_softmax(-1)
-    expected = expected[torch.arange(len(expected)), list(rollout.token_ids)]
-    given = torch.tensor(rollout.logprobs)
-    torch.testing.assert_close(given[first:last], expected[first:last], atol=1e-4, rtol=0)
 
 
 def test_what_is_not_cut_is_as_without(found):
