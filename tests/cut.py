@@ -1,6 +1,36 @@
-"""Parts of a batch, and mini-batches from a plan that a test writes down."""
+"""Batches, parts of them, and mini-batches from a plan that a test writes down."""
 
 from collections.abc import Sequence
+
+
+def batch_of(tokens, sequences, responses, **columns):
+    """Sequences of these lengths, whose ends are responses of these lengths.
+
+    tokens: int64 [S]; columns: in place of wrong responses that are worth 0, sampled at log-
+    probabilities of 0.
+    """
+    import torch
+
+    from vapo_megatron.data.batch import RolloutBatch, bounds
+
+    sequences, responses = (torch.as_tensor(lengths) for lengths in (sequences, responses))
+    count, size = len(responses), int(responses.sum())
+    columns = {
+        "positions": torch.arange(count), "rewards": torch.zeros(count),
+        "is_correct": torch.zeros(count).bool(), "truncated": torch.zeros(count).bool(),
+        "rollout_logprobs": torch.zeros(size), "loss_mask": torch.ones(size).bool(), **columns,
+    }  # fmt: skip
+    return RolloutBatch(tokens, bounds(sequences), bounds(responses), **columns)
+
+
+def alone(prompt, response):
+    """A microbatch of one response, of token ids."""
+    import torch
+
+    from vapo_megatron.data.microbatch import make_microbatch
+
+    tokens = torch.tensor([*prompt, *response])
+    return make_microbatch(batch_of(tokens, [len(tokens)], [len(response)]))
 
 
 def select(batch, responses: Sequence[int]):

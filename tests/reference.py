@@ -62,34 +62,20 @@ def policy_loss(
     clip_low: float,
     clip_high: float,
     count: float,
-) -> float:
-    """-1/N sum_t w_t min(r_t A_t, clip(r_t) A_t)."""
-    total = 0.0
+) -> tuple[float, list[float]]:
+    """-1/N sum_t w_t min(r_t A_t, clip(r_t) A_t); its gradient.
+
+    d loss / d logprobs_t = -w_t r_t A_t / N, or 0 where the clip is active.
+    """
+    total, gradient = 0.0, []
     for new, old, advantage, weight in zip(logprobs, old_logprobs, advantages, weights):
         ratio = math.exp(new - old)
         held = min(max(ratio, 1 - clip_low), 1 + clip_high)
         total -= weight * min(ratio * advantage, held * advantage)
-    return total / count
-
-
-def policy_loss_gradient(
-    logprobs: Floats,
-    old_logprobs: Floats,
-    advantages: Floats,
-    weights: Floats,
-    *,
-    clip_low: float,
-    clip_high: float,
-    count: float,
-) -> list[float]:
-    """d loss / d logprobs_t = -w_t r_t A_t / N, or 0 where the clip is active."""
-    gradient = []
-    for new, old, advantage, weight in zip(logprobs, old_logprobs, advantages, weights):
-        ratio = math.exp(new - old)
         above = advantage > 0 and ratio > 1 + clip_high
         below = advantage < 0 and ratio < 1 - clip_low
         gradient.append(0.0 if above or below else -weight * ratio * advantage / count)
-    return gradient
+    return total / count, gradient
 
 
 def dis_loss(
@@ -155,38 +141,23 @@ def value_loss(
     count: float,
     old_values: Floats | None = None,
     clip: float | None = None,
-) -> float:
-    """1/N sum_t w_t 0.5 (V_t - R_t)^2, or the larger of it and its clipped form."""
-    total = 0.0
+) -> tuple[float, list[float]]:
+    """1/N sum_t w_t 0.5 (V_t - R_t)^2, or the larger of it and its clipped form; its gradient.
+
+    d loss / d V_t = w_t (V_t - R_t) / N, or 0 where the clipped form is the larger one.
+    """
+    total, gradient = 0.0, []
     for t, (value, target, weight) in enumerate(zip(values, returns, weights)):
-        squared = (value - target) ** 2
+        squared, slope = (value - target) ** 2, value - target
         if clip is not None:
             assert old_values is not None
-            held = old_values[t] + min(max(value - old_values[t], -clip), clip)
-            squared = max(squared, (held - target) ** 2)
+            moved = value - old_values[t]
+            held = old_values[t] + math.copysign(clip, moved)
+            if abs(moved) > clip and (held - target) ** 2 > squared:
+                squared, slope = (held - target) ** 2, 0.0
         total += weight * 0.5 * squared
-    return total / count
-
-
-def value_loss_gradient(
-    values: Floats,
-    returns: Floats,
-    weights: Floats,
-    *,
-    count: float,
-    old_values: Floats | None = None,
-    clip: float | None = None,
-) -> list[float]:
-    """d loss / d V_t = w_t (V_t - R_t) / N, or 0 where the clipped form is the larger one."""
-    gradient = []
-    for t, (value, target, weight) in enumerate(zip(values, returns, weights)):
-        slope = value - target
-        if clip is not None and old_values is not None and abs(value - old_values[t]) > clip:
-            held = old_values[t] + math.copysign(clip, value - old_values[t])
-            if (held - target) ** 2 > (value - target) ** 2:
-                slope = 0.0
         gradient.append(weight * slope / count)
-    return gradient
+    return total / count, gradient
 
 
 def aggregation(mask: Floats, bounds: Sequence[int], level: str) -> tuple[list[float], float]:

@@ -6,11 +6,11 @@ Reads source text; does not exercise any behaviour.
 import ast
 import functools
 import graphlib
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.alone import loaded_by
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "vapo_megatron"
@@ -154,9 +154,7 @@ def test_rooms_stay_pure():
 @pytest.mark.parametrize("module", LIGHT)
 def test_what_loads_without_torch(module):
     heavy = ("torch", "megatron", "vllm", "transformers")
-    code = f"import vapo_megatron.{module}, sys; print([m for m in {heavy} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert loaded_by(f"import vapo_megatron.{module}", heavy) == []
 
 
 def test_files_and_functions_stay_short():

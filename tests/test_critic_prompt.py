@@ -7,9 +7,8 @@ tests/parallel/test_exchange.py. Not exercised: the sampler, which only ever see
 """
 
 import pytest
-import torch
 
-from tests import reference
+from tests import cut, reference
 from tests.dumped import MODEL, NUM_RESPONSES, write
 from tests.rollout.test_replay import OWN, with_own_prompts
 from tests.weights.tiny_hf import write_tiny_hf
@@ -18,22 +17,11 @@ from tests.whole_run import settings, trainer
 
 def alone(trainer, prompts):
     """position -> (values, log-probabilities) of each response in a forward pass of its own."""
-    from vapo_megatron.data.batch import RolloutBatch
-    from vapo_megatron.data.microbatch import make_microbatch
-
     found = {}
     for item in with_own_prompts(1):
-        prompt, response = item.rollout.prompt, item.rollout.token_ids
+        prompt = item.rollout.prompt
         ids = prompts.get(prompt.index, prompt.token_ids)
-        length, one = len(response), torch.zeros(1)
-        batch = RolloutBatch(
-            tokens=torch.tensor([*ids, *response]),
-            sequence_cu_seqlens=torch.tensor([0, len(ids) + length]).int(),
-            cu_seqlens=torch.tensor([0, length]).int(),
-            positions=one, rewards=one, is_correct=one, truncated=one,
-            rollout_logprobs=torch.zeros(length), loss_mask=torch.ones(length),
-        )  # fmt: skip
-        micro = [make_microbatch(batch)]
+        micro = [cut.alone(ids, item.rollout.token_ids)]
         values = trainer.critic.compute_values(micro).tolist()
         found[item.rollout.position] = values, trainer.actor.compute_logprobs(micro)[0].tolist()
     return found
@@ -96,7 +84,7 @@ def test_values_and_loss_are_of_the_critics_prompts(workers, tmp_path, value_ran
         values = [v for p in members for v in own[p][0]]
         returns = [r for p in members for r in fields[p][2]]
         weights = [1.0] * len(values)
-        expected = reference.value_loss(values, returns, weights, count=len(values))
+        expected, _ = reference.value_loss(values, returns, weights, count=len(values))
         assert loss == pytest.approx(expected, abs=1e-5)
     for _, losses, places, same, tokens, *_ in results:
         assert len(losses) == 2 and same

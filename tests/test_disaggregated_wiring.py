@@ -12,6 +12,7 @@ from statistics import fmean
 
 import pytest
 
+from tests import jsonl
 from tests.dumped import GROUP_SIZE, NUM_RESPONSES
 from tests.rollout.disaggregated.served import (
     REFUSED,
@@ -23,7 +24,7 @@ from tests.rollout.disaggregated.served import (
     served,
     stand_ins,
 )
-from tests.whole_run import lines, measured, trainer
+from tests.whole_run import measured, trainer
 from vapo_megatron.rollout.dump import read_file
 
 STEPS, SAVED_AT, EXTRA, LAG, MAX_LAG = 5, 2, 3, 1, 2
@@ -81,7 +82,7 @@ def test_each_group_is_trained_on_once_and_whole(whole):
 
 def test_metrics_are_of_all_rollout_workers_responses(whole):
     run, rollout, _ = whole
-    rows, most = lines(run / "metrics.jsonl"), 0
+    rows, most = jsonl.read(run / "metrics.jsonl"), 0
     for step, row in enumerate(rows[1:]):
         parts, now = dumped(run, step), max(0, step - 1)
         found = list(itertools.chain(*parts))
@@ -110,7 +111,7 @@ def test_what_is_shown_is_of_the_first_rollout_worker(whole):
     run, _, _ = whole
     for step in range(STEPS):
         first, _ = dumped(run, step)
-        groups = lines(run / f"rollouts/step_{step + 1:06d}.jsonl")
+        groups = jsonl.read(run / f"rollouts/step_{step + 1:06d}.jsonl")
         shown = [r for group in groups for r in group["responses"]]
         assert [r["text"] for r in shown] == [s.text for s in first]
         parts = [[list(part) for part in s.rollout.segments] for s in first]
@@ -119,7 +120,7 @@ def test_what_is_shown_is_of_the_first_rollout_worker(whole):
 
 def test_the_timeline_has_each_of_its_phases_once(whole):
     run, _, _ = whole
-    spans = [span for row in lines(run / "timeline.jsonl") for span in row["sampler"]]
+    spans = [span for row in jsonl.read(run / "timeline.jsonl") for span in row["sampler"]]
     begins = [begin for *_, begin, _ in spans]
     assert len(set(begins)) == len(begins)
     steps = Counter(step for phase, step, *_ in spans if phase == "generation")

@@ -15,11 +15,11 @@ import sys
 import pytest
 import torch
 
+from tests import jsonl
 from tests.dumped import MODEL, NUM_RESPONSES, dump
 from tests.models.float64 import load_float64
-from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
-from tests.weights.tiny_hf import EOS, write_tiny_hf
-from tests.whole_run import ENGINE, lines, measured, settings, trainer
+from tests.weights.tiny_hf import EOS, write_tiny_model
+from tests.whole_run import ENGINE, measured, settings, trainer
 from vapo_megatron.cli.train import main
 from vapo_megatron.errors import DataError
 
@@ -47,9 +47,7 @@ def inputs(tmp_path_factory):
     tmp = tmp_path_factory.mktemp("given")
     for name, some in {"train": range(ROWS), "test": range(ROWS, ROWS + HELD_OUT)}.items():
         (tmp / f"{name}.jsonl").write_text("".join(json.dumps(written(i)) + "\n" for i in some))
-    hf = write_tiny_hf(tmp / "hf", **MODEL)
-    write_tiny_tokenizer(hf, MODEL["vocab"])
-    return hf, tmp
+    return write_tiny_model(tmp / "hf", **MODEL), tmp
 
 
 def settings_of(hf, tmp, name, world_size=2):
@@ -154,7 +152,7 @@ def test_each_update_has_the_rows_whose_turn_it_is(straight):
 
 def test_losses_are_those_of_transformers_in_float64(straight, inputs):
     hf, tmp = inputs
-    rows = lines(tmp / "straight/metrics.jsonl")
+    rows = jsonl.read(tmp / "straight/metrics.jsonl")
     expected, _ = nll(hf, range(PER_STEP))
     assert rows[1]["actor/positive_lm_loss"] == pytest.approx(expected, rel=2e-6)
     assert rows[1]["actor/loss"] == pytest.approx(0.5 * expected, rel=2e-6)
@@ -164,7 +162,7 @@ def test_losses_are_those_of_transformers_in_float64(straight, inputs):
 
 
 def test_the_held_out_loss_falls(straight, inputs):
-    losses = [r["evaluation/nll_mean"] for r in lines(inputs[1] / "straight/metrics.jsonl")]
+    losses = [r["evaluation/nll_mean"] for r in jsonl.read(inputs[1] / "straight/metrics.jsonl")]
     assert all(math.isfinite(loss) for loss in losses)
     assert losses == sorted(losses, reverse=True) and losses[-1] < 0.8 * losses[0], losses
 
@@ -177,7 +175,7 @@ def test_there_are_no_metrics_of_what_was_neither_sampled_nor_judged(straight, i
         "rollout/truncated_fraction", "evaluation/nll_mean", "evaluation/nll_tokens",
     }  # fmt: skip
     assert [set(row) for row in measured(run_dir)[1:]] == [names] * STEPS
-    timed = {n for n in lines(run_dir / "metrics.jsonl")[-1] if n.startswith("time/")}
+    timed = {n for n in jsonl.read(run_dir / "metrics.jsonl")[-1] if n.startswith("time/")}
     phases = ("exchange", "dump", "advantages", "actor_update", "evaluation", "step")
     assert timed - {"time/checkpoint_seconds"} == {f"time/{name}_seconds" for name in phases}
     assert not (run_dir / "problems.jsonl").exists()
@@ -185,7 +183,7 @@ def test_there_are_no_metrics_of_what_was_neither_sampled_nor_judged(straight, i
 
 def test_what_is_kept_for_people(straight, inputs):
     run_dir = inputs[1] / "straight"
-    groups = lines(run_dir / "rollouts/step_000001.jsonl")
+    groups = jsonl.read(run_dir / "rollouts/step_000001.jsonl")
     # The first rank's share: the first two rows.
     assert [g["prompt"] for g in groups] == ["w3 w5", "w4 w5"]
     (response,) = groups[1]["responses"]

@@ -7,18 +7,18 @@ several ranks (tests/reward/test_hybrid.py, tests/test_reward_model_wiring.py), 
 (tests/reward/test_judge.py).
 """
 
-import json
 from statistics import fmean
 
 import pytest
 import torch
 
+from tests import jsonl
 from tests.distributed.float64 import load_critic
 from tests.dumped import MODEL, NUM_RESPONSES
 from tests.rollout.tiny_tokenizer import ANSWERS, write_tiny_tokenizer
 from tests.test_sampling_wiring import SAMPLES, stand_ins
 from tests.weights.tiny_hf import write_tiny_hf, write_tiny_reward_model
-from tests.whole_run import lines, settings, trainer
+from tests.whole_run import settings, trainer
 from vapo_megatron.cli.train import main
 from vapo_megatron.models import sampled
 
@@ -77,7 +77,7 @@ def fit(tmp, name, replay):
         made.output.note = noted.append
         made.fit()
     files = sorted((tmp / name).glob("rollouts/*.jsonl"))
-    return lines(tmp / name / "metrics.jsonl"), [lines(file) for file in files], noted
+    return jsonl.read(tmp / name / "metrics.jsonl"), [jsonl.read(file) for file in files], noted
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +85,10 @@ def place(tmp_path_factory):
     tmp = tmp_path_factory.mktemp("hybrid")
     for source, rows in ROWS.items():
         made = [{"prompt": p, "answer": a, **(more[0] if more else {})} for p, a, *more in rows]
-        (tmp / f"{source}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+        jsonl.write(tmp / f"{source}.jsonl", made)
     for name, rows in HELD_OUT.items():
         made = [{"prompt": p, "answer": a} for p, a in rows]
-        (tmp / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+        jsonl.write(tmp / f"{name}.jsonl", made)
     for directory in (
         write_tiny_hf(tmp / "hf", **MODEL),
         write_tiny_reward_model(tmp / "reward", **{**MODEL, "num_layers": 3}, seed=5),

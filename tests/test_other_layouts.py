@@ -15,13 +15,11 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.format_utils import _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
+from tests import jsonl
 from tests.dumped import GROUP_SIZE, MODEL, NUM_RESPONSES
 from tests.weights.tiny_hf import write_tiny_hf
-from tests.whole_run import Given, lines, settings, trainer
+from tests.whole_run import Given, saved, settings, trainer
 from vapo_megatron.algorithm.group_sampling import repeat_for_group
 from vapo_megatron.data.prompts import Problem, PromptDataset
 from vapo_megatron.data.rollout import Rollout, ScoredRollout
@@ -83,7 +81,14 @@ def reward_model(hf, directory):
     tensors["score.weight"] = torch.randn(1, MODEL["hidden"], generator=generator) * 0.2
     tensors["score.bias"] = torch.tensor([0.5])
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    return directory
+
+
+def make_run(workers, root, layout, optimizer, family="qwen2"):
+    """(model, run directory without a stop, its optimizer)."""
+    hf = write_tiny_hf(root / "hf", **MODEL, family=family)
+    reward_model(hf, root / "reward_model")
+    workers.run(layout[0], fit, hf, root / "run", layout, optimizer)
+    return hf, root / "run", optimizer
 
 
 def fit(hf, run_dir, layout, optimizer, resumes=False):
@@ -131,26 +136,17 @@ def fit(hf, run_dir, layout, optimizer, resumes=False):
 def rows(run_dir):
     """The metrics of each step that do not depend on the machine."""
     rooms = ("actor/", "critic/", "algorithm/", "reward/", "rollout/")
-    found = lines(run_dir / "metrics.jsonl")
+    found = jsonl.read(run_dir / "metrics.jsonl")
     return [{n: v for n, v in row.items() if n.startswith(rooms)} for row in found]
 
 
-def saved(run_dir, step):
-    """Every tensor of a step's checkpoint in full, as torch reads it; vocabularies unpadded."""
+def of_both(run_dir, step):
+    """Every tensor of a step's checkpoint in full; vocabularies unpadded."""
     tensors = {}
     for role in ("actor", "critic"):
-        of_role = {}
-        _load_state_dict(
-            of_role,
-            storage_reader=FileSystemReader(run_dir / f"checkpoints/step_{step:06d}/{role}"),
-            planner=_EmptyStateDictLoadPlanner(),
-            no_dist=True,
-        )
-        for name, value in of_role.items():
-            if torch.is_tensor(value):
-                is_vocabulary = any(part in name for part in VOCABULARIES)
-                rows = MODEL["vocab"] if is_vocabulary else None
-                tensors[f"{role} {name}"] = value[:rows]
+        for name, value in saved(run_dir, step, role).items():
+            is_vocabulary = any(part in name for part in VOCABULARIES)
+            tensors[f"{role} {name}"] = value[: MODEL["vocab"] if is_vocabulary else None]
     return tensors
 
 
@@ -162,35 +158,25 @@ def saved(run_dir, step):
     ],
 )  # fmt: skip
 def straight(request, workers, tmp_path_factory):
-    """(model, run directory of TP2 without a stop, its optimizer)."""
-    root = tmp_path_factory.mktemp("layouts")
-    hf = write_tiny_hf(root / "hf", **MODEL)
-    reward_model(hf, root / "reward_model")
-    workers.run(2, fit, hf, root / "run", (2, 2, 1), request.param)
-    return hf, root / "run", request.param
+    """A run of TP2."""
+    return make_run(workers, tmp_path_factory.mktemp("layouts"), (2, 2, 1), request.param)
 
 
 @pytest.fixture(
     scope="module", params=["distributed", pytest.param("whole", marks=pytest.mark.slow)]
 )
 def straight_experts(request, workers, tmp_path_factory):
-    """The same of a mixture of experts, of TP2 EP2."""
-    root = tmp_path_factory.mktemp("experts")
-    hf = write_tiny_hf(root / "hf", **MODEL, family="qwen3_moe")
-    reward_model(hf, root / "reward_model")
-    workers.run(2, fit, hf, root / "run", OF_EXPERTS["TP2 EP2"], request.param)
-    return hf, root / "run", request.param
+    """A run of a mixture of experts, of TP2 EP2."""
+    given = tmp_path_factory.mktemp("experts"), OF_EXPERTS["TP2 EP2"], request.param
+    return make_run(workers, *given, family="qwen3_moe")
 
 
 @pytest.fixture(
     scope="module", params=["adapters", pytest.param("adapters, whole", marks=pytest.mark.slow)]
 )
 def straight_adapters(request, workers, tmp_path_factory):
-    """The same of adapters, of TP2."""
-    root = tmp_path_factory.mktemp("adapters")
-    hf = write_tiny_hf(root / "hf", **MODEL)
-    workers.run(2, fit, hf, root / "run", (2, 2, 1), request.param)
-    return hf, root / "run", request.param
+    """A run with adapters, of TP2."""
+    return make_run(workers, tmp_path_factory.mktemp("adapters"), (2, 2, 1), request.param)
 
 
 def gone_on(workers, hf, run_dir, other, layout, optimizer):
@@ -232,7 +218,8 @@ def goes_on_alike(workers, hf, run_dir, optimizer, place, layout):
     for role in ("actor", "critic"):
         first, second = (expected[SAVED_AT + i][f"{role}/loss"] for i in (1, 2))
         assert abs(first - second) > 1e3 * TOLERANCE, "an update shows in the loss"
-    before, after, again = saved(run_dir, SAVED_AT), saved(run_dir, STEPS), saved(other, STEPS)
+    before, after = of_both(run_dir, SAVED_AT), of_both(run_dir, STEPS)
+    again = of_both(other, STEPS)
     assert before.keys() == after.keys() == again.keys()
     for name, tensor in after.items():
         if not tensor.any():  # Moments of an expert that no token chose.
@@ -258,13 +245,10 @@ SAME = [(layout, optimizer, "qwen2") for layout in LAYOUTS.values() for optimize
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "optimizer", "family"), SAME)
 def test_the_same_layout_goes_on_bit_by_bit(layout, optimizer, family, workers, tmp_path):
-    hf = write_tiny_hf(tmp_path / "hf", **{**MODEL, "family": family})
-    reward_model(hf, tmp_path / "reward_model")
-    run_dir = tmp_path / "run"
-    workers.run(layout[0], fit, hf, run_dir, layout, optimizer)
+    hf, run_dir, _ = make_run(workers, tmp_path, layout, optimizer, family)
     other = gone_on(workers, hf, run_dir, tmp_path / "other", layout, optimizer)
     assert rows(other) == rows(run_dir)
-    after, again = saved(run_dir, STEPS), saved(other, STEPS)
+    after, again = of_both(run_dir, STEPS), of_both(other, STEPS)
     assert after.keys() == again.keys()
     for name, tensor in after.items():
         assert torch.equal(tensor, again[name]), name

@@ -5,17 +5,17 @@ are real. A class that the configuration names is in tests/docs/test_own_task.py
 several ranks.
 """
 
-import json
 import os
 
 import pytest
 import torch.distributed as dist
 
+from tests import jsonl
 from tests.dumped import MODEL, NUM_RESPONSES
-from tests.rollout.tiny_tokenizer import ANSWERS, write_tiny_tokenizer
+from tests.rollout.tiny_tokenizer import ANSWERS
 from tests.test_sampling_wiring import SAMPLES, stand_ins
-from tests.weights.tiny_hf import write_tiny_hf
-from tests.whole_run import lines, settings
+from tests.weights.tiny_hf import write_tiny_model
+from tests.whole_run import settings
 from vapo_megatron import VapoConfig
 from vapo_megatron.errors import ConfigError, DataError
 from vapo_megatron.reward.verifier import Verdict
@@ -84,15 +84,15 @@ def fit(tmp, name):
         except DataError as error:
             return str(error)
     files = sorted((tmp / f"run_{name}").glob("rollouts/*.jsonl"))
-    return lines(tmp / f"run_{name}/metrics.jsonl"), [lines(file) for file in files]
+    return jsonl.read(tmp / f"run_{name}/metrics.jsonl"), [jsonl.read(file) for file in files]
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     tmp = tmp_path_factory.mktemp("own_verifier")
     for name, rows in {"train": ROWS, "refused": [*ROWS, {"prompt": "w7", "answer": "7"}]}.items():
-        (tmp / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    write_tiny_tokenizer(write_tiny_hf(tmp / "hf", **MODEL), MODEL["vocab"], last=ANSWERS)
+        jsonl.write(tmp / f"{name}.jsonl", rows)
+    write_tiny_model(tmp / "hf", last=ANSWERS, **MODEL)
     return tmp
 
 

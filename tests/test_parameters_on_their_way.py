@@ -10,6 +10,7 @@ import json
 import pytest
 import torch
 
+from tests.dumped import MODEL
 from tests.parallel.training import Layout, make_config
 from tests.run.test_skipped_updates import mini_batch_of
 from tests.weights.tiny_hf import write_tiny_hf
@@ -55,8 +56,7 @@ def write(hf, role, overlap, root):
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
 def test_a_checkpoint_and_an_export_wait_for_them(workers, tmp_path, role):
-    sizes = dict(num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
-    hf = str(write_tiny_hf(tmp_path / "hf", **sizes))
+    hf = str(write_tiny_hf(tmp_path / "hf", **MODEL))
     written = []
     for overlap in (False, True):
         root = tmp_path / str(overlap)

@@ -6,9 +6,10 @@ several ranks (tests/rollout/test_partial.py), vLLM (tests/e2e/test_carry_over.p
 
 import pytest
 
+from tests import jsonl
 from tests.dumped import GROUP_SIZE, MODEL, NUM_RESPONSES
 from tests.rollout.test_partial import Counting
-from tests.whole_run import lines, measured, settings, trainer, without_vllm, write_inputs
+from tests.whole_run import measured, settings, trainer, without_vllm, write_inputs
 from vapo_megatron.errors import CheckpointError
 from vapo_megatron.rollout.partial.files import PARTIAL
 
@@ -63,7 +64,7 @@ def test_a_resumed_run_has_the_same_groups_and_metrics(workers, inputs):
     hf, tmp = inputs
     (whole,) = workers.run(1, fit, hf, tmp, "run", EXTRA)
     run = tmp / "run"
-    rows = lines(run / "metrics.jsonl")
+    rows = jsonl.read(run / "metrics.jsonl")
     assert len({r.prompt.index for step in whole for r in step}) == STEPS * len(whole[0]) // (
         GROUP_SIZE
     )
@@ -76,7 +77,9 @@ def test_a_resumed_run_has_the_same_groups_and_metrics(workers, inputs):
         assert row.get("rollout/lag_share@1", 0) == pytest.approx(lags.count(1) / len(lags))
         assert 0 < row["rollout/effective_sample_fraction"] <= 1 + 1e-9
     assert max(row["rollout/lag_max"] for row in rows[1:]) > 0
-    shown = [r for f in sorted(run.glob("rollouts/*")) for g in lines(f) for r in g["responses"]]
+    shown = [
+        r for f in sorted(run.glob("rollouts/*")) for g in jsonl.read(f) for r in g["responses"]
+    ]
     parts = [[list(part) for part in r.segments] for step in whole for r in step]
     assert [r.get("versions", []) for r in shown] == parts and any(parts)
 

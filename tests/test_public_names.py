@@ -1,11 +1,9 @@
 """What `import vapo_megatron` gives: names on demand. Not exercised: what they do."""
 
-import subprocess
-import sys
-
 import pytest
 
 import vapo_megatron
+from tests.alone import printed_by
 
 
 def test_the_configuration_is_there_without_torch_and_the_trainer_with_it():
@@ -15,8 +13,7 @@ def test_the_configuration_is_there_without_torch_and_the_trainer_with_it():
         "from vapo_megatron import VapoConfig, VapoTrainer, load_config;"
         "print(light, early, VapoTrainer.__module__, VapoConfig.__name__)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split("\n")[0] == (
+    assert printed_by(code).split("\n")[0] == (
         "['vapo_megatron'] False vapo_megatron.training.loop VapoConfig"
     )  # fmt: skip
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import reference
+from tests import jsonl, reference
 from tests.dumped import MODEL
 from tests.sealed import seal
 from tests.whole_run import (
@@ -28,7 +28,6 @@ from tests.whole_run import (
     WRONG,
     Engine,
     answered,
-    lines,
     measured,
     settings,
     trainer,
@@ -147,10 +146,10 @@ def fit(hf, tmp, name, policy_steps, seeds=0):
         made.fit()
         source = made.source
     records = [
-        [response for group in lines(file) for response in group["responses"]]
+        [response for group in jsonl.read(file) for response in group["responses"]]
         for file in sorted(run_dir.glob("rollouts/*.jsonl"))
     ]
-    found = lines(run_dir / "metrics.jsonl"), lines(run_dir / "problems.jsonl"), records
+    found = jsonl.read(run_dir / "metrics.jsonl"), jsonl.read(run_dir / "problems.jsonl"), records
     return Done(source.engine.calls, source._sync.published, *found, notes)
 
 

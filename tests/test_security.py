@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
-from tests.weights.tiny_hf import write_tiny_hf
+from tests.weights.tiny_hf import write_tiny_model
 from vapo_megatron import config
 from vapo_megatron.config.load import _UniqueKeys
 from vapo_megatron.rollout.vllm.arguments import engine_arguments
@@ -149,8 +148,7 @@ sys.exit(code)
 
 def test_a_model_on_this_machine_is_read_without_a_network(tmp_path):
     """By what checks a run's files, in a process to which nobody has said that it is offline."""
-    write_tiny_hf(tmp_path, num_layers=1, hidden=128, ffn=32, vocab=64)
-    write_tiny_tokenizer(tmp_path, 64)
+    write_tiny_model(tmp_path, num_layers=1, hidden=128, ffn=32, vocab=64)
     (tmp_path / "data.jsonl").write_text('{"prompt": "w3", "answer": 1}\n')
     (tmp_path / "run.yaml").write_text("rollout: {max_prompt_tokens: 8, max_response_tokens: 8}")
     arguments = ["--config", tmp_path / "run.yaml", "--dry-run", f"model.hf_path={tmp_path}"]

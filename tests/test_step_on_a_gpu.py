@@ -136,11 +136,8 @@ def on_gpus(tasks):
         import torch._dynamo  # noqa: F401  as torch's optimizers do at their first step
 
         import vapo_megatron.training.step  # noqa: F401
-    pool = WorkerPool("fork")
-    try:
+    with contextlib.closing(WorkerPool("fork")) as pool:
         return [pool.run(WORLD_SIZE, step, *task) for task in tasks]
-    finally:
-        pool.close()
 
 
 @pytest.fixture(scope="module")
@@ -156,12 +153,9 @@ def results(workers, tmp_path_factory):
         return tmp / f"hf{case.heads}", tmp, tmp / f"{name} {on_gpu}", case, on_gpu
 
     # Started by itself: the others have imported megatron-core for a CPU.
-    pool = WorkerPool("spawn")
-    try:
+    with contextlib.closing(WorkerPool("spawn")) as pool:
         tasks = [task(name, True) for name in CASES]
         (gpus,) = pool.run(1, on_gpus, tasks, timeout_seconds=300)
-    finally:
-        pool.close()
     cpus = [workers.run(WORLD_SIZE, step, *task(name, False)) for name in CASES]
     return dict(zip(CASES, zip(gpus, cpus)))
 

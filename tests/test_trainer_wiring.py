@@ -19,6 +19,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from tests import reference
+from tests.cut import alone
 from tests.dumped import (
     GROUP_SIZE,
     MODEL,
@@ -51,29 +52,11 @@ PER_TOKEN = (
 COUNTS = ("tokens", "positive_tokens", "policy_tokens", "policy_responses")
 
 
-def alone(scored):
-    """Microbatches of one response each, built here."""
-    from vapo_megatron.data.batch import RolloutBatch
-    from vapo_megatron.data.microbatch import make_microbatch
-
-    for item in scored:
-        prompt, response = item.rollout.prompt.token_ids, item.rollout.token_ids
-        length, one = len(response), torch.zeros(1)
-        yield make_microbatch(
-            RolloutBatch(
-                tokens=torch.tensor([*prompt, *response]),
-                sequence_cu_seqlens=torch.tensor([0, len(prompt) + length]).int(),
-                cu_seqlens=torch.tensor([0, length]).int(),
-                positions=one, rewards=one, is_correct=one, truncated=one,
-                rollout_logprobs=torch.zeros(length), loss_mask=torch.ones(length),
-            )
-        )  # fmt: skip
-
-
 def models_say(trainer, step):
     """[response] -> logprobs, entropy and values of its tokens, from the models as they are now."""
     found = []
-    for microbatch in alone(rollouts(step + 1)):
+    for item in rollouts(step + 1):
+        microbatch = alone(item.rollout.prompt.token_ids, item.rollout.token_ids)
         logprobs, entropy = trainer.actor.compute_logprobs([microbatch])
         critic = trainer.critic
         values = critic and critic.compute_values([microbatch]).tolist()

@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import jsonl
 from tests.dumped import MODEL, NUM_RESPONSES, rollouts, write
 from tests.sealed import seal
 from tests.weights.tiny_hf import write_tiny_hf
-from tests.whole_run import lines, settings, trainer
+from tests.whole_run import settings, trainer
 from vapo_megatron.errors import CheckpointError, UserError
 from vapo_megatron.rollout.source import StepRequest
 from vapo_megatron.run.checkpoint.load import find_critic
@@ -79,7 +80,7 @@ def run(workers, paths, run_dir, algorithm, size=1, **sections):
 
 
 def rows(run_dir):
-    return lines(run_dir / "metrics.jsonl")
+    return jsonl.read(run_dir / "metrics.jsonl")
 
 
 @pytest.fixture(scope="module")

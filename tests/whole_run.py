@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import sys
 import types
 from array import array
 from unittest import mock
 
+import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.format_utils import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
+from tests import jsonl
 from tests.dumped import MODEL, config
-from tests.rollout.tiny_tokenizer import ANSWERS, write_tiny_tokenizer
-from tests.weights.tiny_hf import write_tiny_hf
+from tests.rollout.tiny_tokenizer import ANSWERS
+from tests.weights.tiny_hf import write_tiny_model
 from vapo_megatron.errors import Stopped
 from vapo_megatron.rollout.source import RolloutSource
 
@@ -33,18 +37,19 @@ def settings(hf, run_dir, seed=0, **sections):
     return config(hf, **sections).model_copy(update={"seed": seed})
 
 
-def write_inputs(tmp, **counts):
-    """(model with a tokenizer, directory): problems w3, w4, ... in a file of each name."""
+def write_inputs(tmp, model=MODEL, **counts):
+    """(model with a tokenizer, directory): problems w3, w4, ... in a file of each name.
+
+    model: arguments of write_tiny_hf.
+    """
     for name, count in counts.items():
         write_problems(tmp / f"{name}.jsonl", range(count))
-    hf = write_tiny_hf(tmp / "hf", **MODEL)
-    write_tiny_tokenizer(hf, MODEL["vocab"], last=ANSWERS)
-    return hf, tmp
+    return write_tiny_model(tmp / "hf", last=ANSWERS, **model), tmp
 
 
 def write_problems(file, numbers):
     rows = [{"prompt": f"w{i + 3}", "answer": "7"} for i in numbers]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    jsonl.write(file, rows)
 
 
 @contextlib.contextmanager
@@ -160,12 +165,20 @@ def without_vllm(make):
             sys.modules[ENGINE] = real
 
 
-def lines(file):
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
 def measured(run_dir):
     """Of each row what does not depend on a machine's speed and memory."""
     varying = ("time/", "memory/", "tokens_per_second")
-    rows = lines(run_dir / "metrics.jsonl")
+    rows = jsonl.read(run_dir / "metrics.jsonl")
     return [{n: v for n, v in row.items() if not n.startswith(varying)} for row in rows]
+
+
+def saved(run_dir, step, role):
+    """Every tensor of a role's checkpoint in full, as torch reads it."""
+    tensors = {}
+    _load_state_dict(
+        tensors,
+        storage_reader=FileSystemReader(run_dir / f"checkpoints/step_{step:06d}/{role}"),
+        planner=_EmptyStateDictLoadPlanner(),
+        no_dist=True,
+    )
+    return {name: value for name, value in tensors.items() if torch.is_tensor(value)}

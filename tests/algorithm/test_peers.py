@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.cut import batch_of
 from vapo_megatron.algorithm.off_policy_loss import dis_policy_loss, dppo_tv_policy_loss
 from vapo_megatron.algorithm.policy_loss import clipped_policy_loss
 from vapo_megatron.algorithm.positive_lm_loss import positive_lm_loss
 from vapo_megatron.algorithm.reduction import global_mean
 from vapo_megatron.algorithm.reference_kl import reference_kl
-from vapo_megatron.data.batch import RolloutBatch
 from vapo_megatron.data.microbatch import make_microbatch
 
 ROWS = json.loads((Path(__file__).parent / "peers.json").read_text())
@@ -100,20 +100,7 @@ def test_the_reference_may_be_far_away(log_ratio):
 
 def microbatch(lengths, tokens, **cut):
     """Sequences whose first token is the prompt."""
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
-    responses = torch.tensor([0, *(n - 1 for n in lengths)]).cumsum(0)
-    of_each, of_tokens = torch.zeros(len(lengths)), torch.zeros(int(responses[-1]))
-    batch = RolloutBatch(
-        tokens=torch.tensor(tokens),
-        sequence_cu_seqlens=cu_seqlens.int(),
-        cu_seqlens=responses.int(),
-        positions=of_each,
-        rewards=of_each,
-        is_correct=of_each,
-        truncated=of_each,
-        rollout_logprobs=of_tokens,
-        loss_mask=of_tokens,
-    )
+    batch = batch_of(torch.tensor(tokens), lengths, [n - 1 for n in lengths])
     return make_microbatch(batch, **cut)
 
 

@@ -26,20 +26,13 @@ def icepop(ratios, mask, *, num_tokens=4, **bounds):
     return icepop_mask(old, old - ratios.log(), mask, **(RANGE | bounds), num_tokens=num_tokens)
 
 
-def test_truncated_importance_golden_numbers():
-    # min(k, 2) of .25, 1, 4, 8; two of N = 8 are held; mean (.25 + 1 + 4 + 8) / 8 = 13.25 / 8
-    mask, metrics = tis(RATIOS, MASK, num_tokens=8)
+# min(k, 2) of .25, 1, 4, 8, two of which are held; .25 and 8 leave [.5, 5], the rest keeps its k.
+@pytest.mark.parametrize("correct,expected", [(tis, [0.25, 1, 2, 2, 0]), (icepop, [0, 1, 4, 0, 0])])
+def test_golden_numbers(correct, expected):
+    mask, metrics = correct(RATIOS, MASK, num_tokens=8)
     assert mask.dtype == torch.float32
-    assert mask.tolist() == pytest.approx([0.25, 1, 2, 2, 0], abs=1e-6)
-    assert float(metrics["sampler_corrected_fraction"]) == 2 / 8
-    assert float(metrics["sampler_ratio"]) == pytest.approx(13.25 / 8)
-
-
-def test_icepop_golden_numbers():
-    # .25 and 8 leave [.5, 5]: two of N = 8; the rest keeps its k; the mean counts all four
-    mask, metrics = icepop(RATIOS, MASK, num_tokens=8)
-    assert mask.dtype == torch.float32
-    assert mask.tolist() == pytest.approx([0, 1, 4, 0, 0], abs=1e-6)
+    assert mask.tolist() == pytest.approx(expected, abs=1e-6)
+    # Two of N = 8; the mean counts all four: (.25 + 1 + 4 + 8) / 8.
     assert float(metrics["sampler_corrected_fraction"]) == 2 / 8
     assert float(metrics["sampler_ratio"]) == pytest.approx(13.25 / 8)
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests import jsonl
 from tests.rollout.chat_tokenizer import write_chat_tokenizer
 from vapo_megatron.cli.checks.episode import try_episode
 from vapo_megatron.config import load_config
@@ -26,9 +27,7 @@ def configured(tmp_path, *overrides, template=CHATML, **row):
     write_chat_tokenizer(tmp_path, template=template)
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 2}))
     prompt = [{"role": "user", "content": "A number."}]
-    (tmp_path / "train.jsonl").write_text(
-        json.dumps({"prompt": prompt, "answer": "7", **row}) + "\n"
-    )
+    jsonl.write(tmp_path / "train.jsonl", [{"prompt": prompt, "answer": "7", **row}])
     config = load_config(
         [], [f"model.hf_path={tmp_path}", f"data.train_path={tmp_path}/train.jsonl",
              "rollout.max_prompt_tokens=2000", *overrides],

@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from tests import jsonl
 from tests.rollout.evaluation.test_judging import SAMPLES, Sampler, decode
-from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
-from tests.weights.tiny_hf import write_tiny_hf
+from tests.weights.tiny_hf import write_tiny_model
 from vapo_megatron.cli.evaluate import command
 from vapo_megatron.cli.evaluate import summary as summaries
 from vapo_megatron.cli.sampling import inputs, samples
@@ -66,11 +66,10 @@ def evaluate(hf, data, out, tp_size, overrides=()):
 
 def written(tmp_path, answers):
     """(model, data file) with these ground truths."""
-    hf = write_tiny_hf(tmp_path / "hf", num_layers=1, hidden=128, vocab=64)
+    hf = write_tiny_model(tmp_path / "hf", num_layers=1, hidden=128, vocab=64)
     data = tmp_path / "held_out.jsonl"
-    write_tiny_tokenizer(hf)
     rows = [{"prompt": f"w{3 + i} w9", "answer": answer} for i, answer in enumerate(answers)]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    jsonl.write(data, rows)
     return hf, data
 
 
@@ -78,7 +77,7 @@ def test_settings_reach_the_header_the_statistics_and_the_verifier(workers, tmp_
     paths, out = written(tmp_path, list(map(str, range(NUM_PROBLEMS)))), tmp_path / "out.jsonl"
     first, second = workers.run(2, evaluate, *paths, out, 2)
     assert first == [(3, 47.0)] and second == [], "one verifier for each sampler"
-    header, *lines = map(json.loads, out.read_text().splitlines())
+    header, *lines = jsonl.read(out)
     expected = {
         "samples": SAMPLES, "temperature": 0.5, "top_p": 0.9, "top_k": 8, "seed": SEED,
         "max_response_tokens": 24, "stop_token_ids": [7, 9], "dtype": "float32",
@@ -198,6 +197,6 @@ def test_rows_that_are_refused_can_be_left_out(workers, tmp_path):
     for _ in range(2):
         skipping = [*one, "data.skip_unusable=true"]
         assert workers.run(2, evaluate, *paths, out, 2, skipping)[0] == [(1, 47.0)]
-        header, *lines = map(json.loads, out.read_text().splitlines())
+        header, *lines = jsonl.read(out)
         assert [line["prompt_index"] for line in lines] == [0, 2] and header["num_problems"] == 4
         assert json.loads(out.with_suffix(".json").read_text())["left_out"] == 2

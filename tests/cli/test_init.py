@@ -6,8 +6,7 @@ import pytest
 import yaml
 
 from tests.models.qwen25 import config_json
-from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
-from tests.weights.tiny_hf import write_tiny_hf
+from tests.weights.tiny_hf import write_tiny_model
 from vapo_megatron.cli import init
 from vapo_megatron.cli.main import main
 from vapo_megatron.config import load_config
@@ -17,8 +16,8 @@ from vapo_megatron.errors import UserError
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     """A directory with a model, and problems under another name of column."""
-    write_tiny_hf(tmp_path / "a: model", num_layers=1, heads=1, kv_heads=1, hidden=32, vocab=64)
-    write_tiny_tokenizer(tmp_path / "a: model", 64)
+    sizes = dict(num_layers=1, heads=1, kv_heads=1, hidden=32, vocab=64)
+    write_tiny_model(tmp_path / "a: model", **sizes)
     rows = [{"problem": "w3 " * (70 + i), "answer": str(i)} for i in range(4)]
     (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.chdir(tmp_path)

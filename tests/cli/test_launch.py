@@ -357,32 +357,31 @@ def test_a_dry_run_takes_nothing_from_the_machine(size):
     assert done.stdout.startswith(load_config([BASE, overlay(size)], [override]).to_yaml())
 
 
-@pytest.mark.parametrize("way", ["bash", "torchrun"])
-def test_the_mixture_of_experts_is_started_either_way(way):
-    script = ROOT / "examples/run_vapo_qwen3_30b_a3b.sh"
-    override = "model.hf_path=/nowhere/Qwen3-30B-A3B"
+def dry_run(way, script, model, overlay):
+    """What a recipe shows, started either way, and its configuration."""
+    override = f"model.hf_path=/nowhere/{model}"
     launcher = ["bash"] if way == "bash" else [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", "--no-python", "bash",
     ]  # fmt: skip
     done = start(*launcher, script, "--dry-run", override)
     assert done.returncode == 0, done.stderr
-    config = load_config([BASE, CONFIGS / "qwen3_30b_a3b.yaml"], [override])
+    config = load_config([BASE, overlay], [override])
     assert done.stdout.startswith(config.to_yaml())
-    assert "30.53e9 parameters" in done.stdout and "TP 1 x PP 1 x EP 8" in done.stdout
+    return done.stdout, config
+
+
+@pytest.mark.parametrize("way", ["bash", "torchrun"])
+def test_the_mixture_of_experts_is_started_either_way(way):
+    script = ROOT / "examples/run_vapo_qwen3_30b_a3b.sh"
+    shown, _ = dry_run(way, script, "Qwen3-30B-A3B", CONFIGS / "qwen3_30b_a3b.yaml")
+    assert "30.53e9 parameters" in shown and "TP 1 x PP 1 x EP 8" in shown
 
 
 @pytest.mark.parametrize("way", ["bash", "torchrun"])
 def test_adapters_on_one_node_are_started_either_way(way):
-    override = "model.hf_path=/nowhere/Qwen2.5-32B"
-    launcher = ["bash"] if way == "bash" else [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", "--no-python", "bash",
-    ]  # fmt: skip
-    done = start(*launcher, recipe("32b_lora"), "--dry-run", override)
-    assert done.returncode == 0, done.stderr
-    config = load_config([BASE, overlay("32b_lora")], [override])
-    assert done.stdout.startswith(config.to_yaml())
-    lines = done.stdout.splitlines()
-    assert "# fits" in lines and "TP 2 x PP 1 x DP 4" in done.stdout
+    shown, config = dry_run(way, recipe("32b_lora"), "Qwen2.5-32B", overlay("32b_lora"))
+    lines = shown.splitlines()
+    assert "# fits" in lines and "TP 2 x PP 1 x DP 4" in shown
     assert "#   base: one copy of 32.8 GB on each GPU, of actor, critic" in lines
     assert config.parallel.world_size == 8
 

@@ -13,16 +13,14 @@ import pytest
 
 from tests.cli.starting import make_stand_in, start
 from tests.dumped import MODEL, config, dump
-from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
-from tests.weights.tiny_hf import write_tiny_hf
+from tests.weights.tiny_hf import write_tiny_hf, write_tiny_model
 from vapo_megatron.cli.main import main
 
 
 @pytest.fixture
 def place(tmp_path):
     """A model and a data file."""
-    write_tiny_hf(tmp_path / "model", num_layers=1, hidden=128, vocab=64)
-    write_tiny_tokenizer(tmp_path / "model")
+    write_tiny_model(tmp_path / "model", num_layers=1, hidden=128, vocab=64)
     (tmp_path / "data.jsonl").write_text('{"prompt": "w3 w4", "answer": 2}\n')
     return tmp_path
 

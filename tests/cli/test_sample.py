@@ -13,8 +13,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from tests.rollout.tiny_tokenizer import ANSWERS, write_tiny_tokenizer
-from tests.weights.tiny_hf import write_tiny_hf
+from tests.rollout.tiny_tokenizer import ANSWERS
+from tests.weights.tiny_hf import write_tiny_model
 from tests.whole_run import Engine, answered
 from vapo_megatron.cli.main import main
 
@@ -76,8 +76,8 @@ def run(arguments, engine_class=LastEngine):
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     tmp = tmp_path_factory.mktemp("sample")
-    hf = write_tiny_hf(tmp / "hf", num_layers=1, heads=1, kv_heads=1, hidden=32, vocab=VOCAB)
-    write_tiny_tokenizer(hf, VOCAB, last=ANSWERS)
+    sizes = dict(num_layers=1, heads=1, kv_heads=1, hidden=32, vocab=VOCAB)
+    write_tiny_model(tmp / "hf", last=ANSWERS, **sizes)
     rows = [{"prompt": f"w{i + 3}", "answer": str(i)} for i in range(3)]
     (tmp / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tmp

@@ -10,8 +10,8 @@ import shutil
 
 import pytest
 
-from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
-from tests.weights.tiny_hf import write_tiny_hf
+from tests import jsonl
+from tests.weights.tiny_hf import write_tiny_model
 from vapo_megatron.cli.sampling.directory import find_hf_directory
 from vapo_megatron.cli.sampling.inputs import check, evaluation_config
 from vapo_megatron.config import load_config
@@ -116,8 +116,8 @@ def test_a_directory_that_is_none(tmp_path):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A model of 64 positions."""
-    hf = write_tiny_hf(tmp_path_factory.mktemp("limits") / "hf", num_layers=1, hidden=128, vocab=64)
-    write_tiny_tokenizer(hf)
+    sizes = dict(num_layers=1, hidden=128, vocab=64)
+    hf = write_tiny_model(tmp_path_factory.mktemp("limits") / "hf", **sizes)
     config = json.loads((hf / "config.json").read_text())
     (hf / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
     return hf
@@ -134,7 +134,7 @@ def limits(checkpoint, data, *overrides):
 def test_limits_that_are_not_set_are_the_datas_and_the_models(model, tmp_path):
     data = tmp_path / "test.jsonl"
     prompts = ["w9", " ".join(["w9"] * 10)]
-    data.write_text("".join(json.dumps({"prompt": p, "answer": "1"}) + "\n" for p in prompts))
+    jsonl.write(data, ({"prompt": p, "answer": "1"} for p in prompts))
     prompt, response = "rollout.max_prompt_tokens", "rollout.max_response_tokens"
     assert limits(model, data) == (10, 54)
     assert limits(model, data, f"{response}=20") == (10, 20)
@@ -156,6 +156,6 @@ def test_limits_that_are_not_set_are_the_datas_and_the_models(model, tmp_path):
 
 def test_no_prompt_may_fill_the_model(model, tmp_path):
     data = tmp_path / "test.jsonl"
-    data.write_text(json.dumps({"prompt": " ".join(["w9"] * 64), "answer": "1"}) + "\n")
+    jsonl.write(data, [{"prompt": " ".join(["w9"] * 64), "answer": "1"}])
     with pytest.raises(ConfigError, match="rollout.max_prompt_tokens=64 .* exceeds the model's"):
         limits(model, data)

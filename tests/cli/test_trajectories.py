@@ -3,13 +3,12 @@
 Not exercised here: sampling (tests/e2e/test_trajectories.py).
 """
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
-from tests.weights.tiny_hf import write_tiny_hf
+from tests import jsonl
+from tests.weights.tiny_hf import write_tiny_model
 from vapo_megatron.cli.sampling.inputs import check, evaluation_config
 from vapo_megatron.cli.trajectories import command
 from vapo_megatron.cli.trajectories.episodes import trajectory
@@ -22,10 +21,9 @@ from vapo_megatron.rollout.revision import Settings
 def given(tmp_path_factory):
     """The options of a checkpoint and two rows."""
     root = tmp_path_factory.mktemp("given")
-    write_tiny_hf(root / "model", num_layers=1, heads=2, kv_heads=2, vocab=64)
-    write_tiny_tokenizer(root / "model")
+    write_tiny_model(root / "model", num_layers=1, heads=2, kv_heads=2, vocab=64)
     data = root / "data.jsonl"
-    data.write_text("".join(json.dumps({"prompt": "12", "answer": "3"}) + "\n" for _ in range(2)))
+    jsonl.write(data, ({"prompt": "12", "answer": "3"} for _ in range(2)))
     out = str(root / "out.jsonl")
     return ["--checkpoint", str(root / "model"), "--data", str(data), "--out", out]
 
@@ -73,7 +71,7 @@ def samples(path, evaluation, *, count=2, **changes):
         {"prompt_index": i, "answer": "3", "verifier": "math", "responses": [response]}
         for i in range(count)
     ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    jsonl.write(path, lines)
     return path
 
 

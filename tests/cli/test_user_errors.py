@@ -24,7 +24,7 @@ import yaml
 
 from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
 from tests.sealed import seal
-from tests.weights.tiny_hf import write_tiny_hf, write_tiny_reward_model
+from tests.weights.tiny_hf import write_tiny_hf, write_tiny_model, write_tiny_reward_model
 from tests.workers import free_port
 from tools import convert_hf_to_megatron
 from vapo_megatron.cli.checks import answers, contents
@@ -52,8 +52,7 @@ SIZES = {"num_layers": 2, "hidden": 128, "ffn": 32, "vocab": VOCABULARY}
 def good(tmp_path_factory):
     """What a run reads, without a mistake."""
     place = tmp_path_factory.mktemp("good")
-    write_tiny_hf(place / "model", **SIZES)
-    write_tiny_tokenizer(place / "model", VOCABULARY)
+    write_tiny_model(place / "model", **SIZES)
     for name in ("train", "test"):
         rows = [json.dumps({"prompt": f"w{i}", "answer": i}) for i in range(3, 6)]
         (place / f"{name}.jsonl").write_text("\n".join(rows) + "\n")

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.cut import batch_of
 from tests.data.test_batch import make_batch
-from vapo_megatron.data.batch import RolloutBatch, bounds
+from vapo_megatron.data.batch import bounds
 from vapo_megatron.data.context_parallel import places_of_tokens, ranks_order, rows_of_rank
 from vapo_megatron.data.microbatch import make_microbatch
 
@@ -106,15 +107,5 @@ def _one(prompt, response):
 
 def _several(prompts, responses):
     prompts, responses = torch.tensor(prompts), torch.tensor(responses)
-    count, size = len(prompts), int(responses.sum())
-    return RolloutBatch(
-        tokens=torch.zeros(int((prompts + responses).sum()), dtype=torch.long),
-        sequence_cu_seqlens=bounds(prompts + responses),
-        cu_seqlens=bounds(responses),
-        positions=torch.arange(count),
-        rewards=torch.zeros(count),
-        is_correct=torch.zeros(count, dtype=torch.bool),
-        truncated=torch.zeros(count, dtype=torch.bool),
-        rollout_logprobs=torch.zeros(size),
-        loss_mask=torch.ones(size, dtype=torch.bool),
-    )
+    tokens = torch.zeros(int((prompts + responses).sum())).long()
+    return batch_of(tokens, prompts + responses, responses)

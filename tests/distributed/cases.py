@@ -8,6 +8,10 @@ every axis, split and optimizer.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
+import pytest
+
 from tests.distributed.measure import PACKED, SMALL, UNPACKED, Layout
 
 _AXES = (
@@ -50,7 +54,7 @@ _EIGHT_RANKS = (
     dict(cp=2, tp=2, pp=2, vpp=2, sp=True),
 )
 _BUDGETS = (PACKED, SMALL, UNPACKED)
-_DISTRIBUTED = dict(distributed=True, overlap=True)
+DISTRIBUTED = dict(distributed=True, overlap=True)
 _RECOMPUTE = (
     Layout(recompute="full", budget=SMALL),
     Layout(recompute="selective", budget=SMALL),
@@ -66,7 +70,7 @@ _RECOMPUTE = (
 
 def _optimizers(axes: dict) -> tuple[dict, ...]:
     """The distributed optimizer is the same as the other where no rank has the same parameters."""
-    plain = (dict(), dict(overlap=True), _DISTRIBUTED)
+    plain = (dict(), dict(overlap=True), DISTRIBUTED)
     return plain if axes.get("dp", 1) * axes.get("cp", 1) > 1 else plain[:1]
 
 
@@ -89,28 +93,28 @@ CI = (
     ("actor", Layout(pp=2, vpp=2)),
     ("actor", Layout(pp=4, budget=SMALL)),
     ("actor", Layout(dp=2, overlap=True, budget=UNPACKED)),
-    ("critic", Layout(dp=4, **_DISTRIBUTED)),
+    ("critic", Layout(dp=4, **DISTRIBUTED)),
     ("actor", Layout(tp=2, pp=2)),
     ("critic", Layout(tp=2, pp=2, sp=True, budget=SMALL)),
     ("critic", Layout(tp=2, pp=2, vpp=2)),
     ("actor", Layout(tp=2, pp=2, vpp=2, sp=True, budget=SMALL)),
     ("critic", Layout(tp=2, dp=2, overlap=True, budget=SMALL)),
-    ("actor", Layout(tp=2, dp=2, sp=True, **_DISTRIBUTED)),
-    ("actor", Layout(pp=2, dp=2, **_DISTRIBUTED, budget=SMALL)),
+    ("actor", Layout(tp=2, dp=2, sp=True, **DISTRIBUTED)),
+    ("actor", Layout(pp=2, dp=2, **DISTRIBUTED, budget=SMALL)),
     ("critic", Layout(pp=2, vpp=2, dp=2, overlap=True)),
     ("critic", _RECOMPUTE[0]),
     ("actor", _RECOMPUTE[3]),
     ("actor", Layout(cp=2)),
-    ("critic", Layout(cp=2, budget=SMALL, **_DISTRIBUTED)),
+    ("critic", Layout(cp=2, budget=SMALL, **DISTRIBUTED)),
     ("critic", Layout(cp=4)),
-    ("actor", Layout(cp=4, budget=UNPACKED, **_DISTRIBUTED)),
+    ("actor", Layout(cp=4, budget=UNPACKED, **DISTRIBUTED)),
     ("critic", Layout(cp=2, tp=2, overlap=True, budget=UNPACKED)),
-    ("actor", Layout(cp=2, tp=2, sp=True, **_DISTRIBUTED, budget=SMALL)),
+    ("actor", Layout(cp=2, tp=2, sp=True, **DISTRIBUTED, budget=SMALL)),
     ("critic", Layout(cp=2, tp=2, sp=True)),
-    ("critic", Layout(cp=2, pp=2, **_DISTRIBUTED)),
+    ("critic", Layout(cp=2, pp=2, **DISTRIBUTED)),
     ("actor", Layout(cp=2, pp=2, overlap=True, budget=SMALL)),
     ("actor", Layout(cp=2, pp=2, vpp=2)),
-    ("actor", Layout(cp=2, dp=2, **_DISTRIBUTED, budget=SMALL)),
+    ("actor", Layout(cp=2, dp=2, **DISTRIBUTED, budget=SMALL)),
     ("critic", Layout(cp=2, dp=2, overlap=True)),
     ("critic", _RECOMPUTE[4]),
     ("actor", _RECOMPUTE[5]),
@@ -123,8 +127,8 @@ _BFLOAT16 = (
     Layout(dtype="bfloat16"),
     Layout(dtype="bfloat16", tp=2, sp=True),
     Layout(dtype="bfloat16", pp=2, vpp=2, budget=SMALL),
-    Layout(dtype="bfloat16", dp=2, **_DISTRIBUTED, budget=SMALL),
-    Layout(dtype="bfloat16", cp=2, **_DISTRIBUTED, budget=SMALL),
+    Layout(dtype="bfloat16", dp=2, **DISTRIBUTED, budget=SMALL),
+    Layout(dtype="bfloat16", cp=2, **DISTRIBUTED, budget=SMALL),
 )
 _ROLES = ("critic", "critic", "actor", "actor", "actor")
 _OTHER_ROLES = ("actor", "actor", "critic", "critic", "critic")
@@ -149,3 +153,13 @@ def name(layout: Layout) -> str:
     ]
     split = {PACKED: "packed", SMALL: "small microbatches", UNPACKED: "not packed"}
     return f"{' '.join(filter(None, words)) or 'one process'}, {split[layout.budget]}"
+
+
+def named(value: str | Layout) -> str:
+    """Test ids, of roles and layouts."""
+    return value if isinstance(value, str) else name(value)
+
+
+def slow(cases: Iterable[Sequence]) -> list:
+    """The same, in the slow tests alone."""
+    return [pytest.param(*one, marks=pytest.mark.slow) for one in cases]

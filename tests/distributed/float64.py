@@ -263,10 +263,7 @@ def policy_loss(
     if settings.policy_loss == "ppo_clip":
         clips = dict(clip_low=settings.clip_low, clip_high=settings.clip_high, count=count)
         given = (logprobs, problem.old_logprobs.tolist(), advantages, weights)
-        return (
-            reference.policy_loss(*given, **clips),
-            reference.policy_loss_gradient(*given, **clips),
-        )
+        return reference.policy_loss(*given, **clips)
     given = (logprobs, problem.rollout_logprobs.tolist(), advantages, weights)
     if settings.policy_loss == "dis":
         low, high = settings.dis_clip_low, settings.dis_clip_high
@@ -288,8 +285,7 @@ def critic_loss(
     if settings.value_range is not None:
         ranged = [reference.ranged_value(z, *settings.value_range) for z in values]
         values, slopes = [v for v, _ in ranged], [slope for _, slope in ranged]
-    loss = reference.value_loss(values, returns, weights, **arguments)
-    gradient = reference.value_loss_gradient(values, returns, weights, **arguments)
+    loss, gradient = reference.value_loss(values, returns, weights, **arguments)
     return loss, [g * slope for g, slope in zip(gradient, slopes)]
 
 

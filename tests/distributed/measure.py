@@ -28,12 +28,12 @@ from tests.distributed.problem import (
     TEMPERATURE,
     Problem,
 )
-from tests.parallel.training import parallel_fields
+from tests.layouts import Layout, parallel_fields
 from tests.weights.peft_directory import lora_fields
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.weights.peft_files import wanted_tensors
 
-PACKED, SMALL, UNPACKED = 2000, 250, 1
+PACKED, SMALL, UNPACKED = Layout().budget, 250, 1
 """Token budgets: one or two microbatches on a rank, several, one for each response."""
 
 
@@ -41,25 +41,6 @@ NOT_GIVEN = (
     "rollout_logprobs", "old_logprobs", "reference_logprobs", "values", "advantages", "returns",
 )  # fmt: skip
 """What given responses have not."""
-
-
-class Layout(NamedTuple):
-    tp: int = 1
-    pp: int = 1
-    dp: int = 1
-    cp: int = 1
-    vpp: int | None = None
-    sp: bool = False
-    distributed: bool = False
-    overlap: bool = False
-    recompute: str = "none"
-    dtype: str = "float32"
-    budget: int = PACKED
-    ep: int = 1
-
-    @property
-    def world_size(self) -> int:
-        return self.tp * self.pp * self.dp * self.cp
 
 
 def losses_of(role: str, layout: Layout) -> dict[str, Any]:
@@ -105,10 +86,7 @@ def make_config(layout: Layout, hf_path: str, algorithm: dict[str, Any]) -> Vapo
                 "layer_spec": "local",
                 "lora": _lora(hf_path),
             },
-            "parallel": {
-                **parallel_fields(layout),
-                "max_tokens_per_microbatch": layout.budget,
-            },
+            "parallel": parallel_fields(layout, max_tokens_per_microbatch=layout.budget),
             "rollout": {"temperature": TEMPERATURE},
             "algorithm": algorithm,
             "optimizer": {

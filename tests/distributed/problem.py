@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tests.cut import batch_of
 from vapo_megatron.data.batch import RolloutBatch
 
 # (prompt, response) tokens.
@@ -169,19 +170,14 @@ class Problem(NamedTuple):
     def batch(self, scale: float = 1.0, shift: float = 0.0) -> RolloutBatch:
         """All responses as the trainer holds them once advantages are known."""
         prompts, responses = torch.tensor(LENGTHS).t()
-
-        def bounds(lengths: Tensor) -> Tensor:
-            return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
-
         truncated = torch.zeros(len(LENGTHS), dtype=torch.bool)
         truncated[list(TRUNCATED)] = True
-        return RolloutBatch(
-            tokens=self.tokens,
-            sequence_cu_seqlens=bounds(torch.tensor(SEQUENCES)),
-            cu_seqlens=bounds(responses),
+        return batch_of(
+            self.tokens,
+            SEQUENCES,
+            responses,
             prompt_lengths=prompts,
             places=torch.tensor(sum(map(places, range(len(LENGTHS))), [])).int(),
-            positions=torch.arange(len(LENGTHS)),
             rewards=self.is_correct * 2.0 - 1,
             is_correct=self.is_correct,
             truncated=truncated,

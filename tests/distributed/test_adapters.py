@@ -6,15 +6,14 @@ losses, are those of test_matrix.py. A and B are peft's, random, so that both ha
 
 import pytest
 
-from tests.distributed.cases import name
+from tests.distributed.cases import DISTRIBUTED, named, slow
 from tests.distributed.measure import SMALL, UNPACKED, Layout
 from tests.distributed.test_matrix import Differs, check
 
-_DISTRIBUTED = dict(distributed=True, overlap=True)
 LAYOUTS = (
     ("actor", Layout(tp=2, sp=True, budget=SMALL)),
     ("critic", Layout(tp=4, recompute="full")),
-    ("critic", Layout(pp=2, vpp=2, dp=2, **_DISTRIBUTED)),
+    ("critic", Layout(pp=2, vpp=2, dp=2, **DISTRIBUTED)),
 )
 MORE = (
     ("actor", Layout()),
@@ -24,12 +23,12 @@ MORE = (
     ("critic", Layout(tp=4, sp=True)),
     ("actor", Layout(pp=2, budget=SMALL, recompute="block 1")),
     ("actor", Layout(pp=4)),
-    ("critic", Layout(dp=2, budget=SMALL, **_DISTRIBUTED)),
+    ("critic", Layout(dp=2, budget=SMALL, **DISTRIBUTED)),
     ("actor", Layout(dp=4, overlap=True)),
     ("actor", Layout(tp=2, pp=2, vpp=2, sp=True, budget=SMALL)),
     ("critic", Layout(tp=2, pp=2, sp=True, recompute="uniform 2")),
-    ("actor", Layout(tp=2, dp=2, sp=True, **_DISTRIBUTED)),
-    ("critic", Layout(cp=2, **_DISTRIBUTED, budget=SMALL)),
+    ("actor", Layout(tp=2, dp=2, sp=True, **DISTRIBUTED)),
+    ("critic", Layout(cp=2, **DISTRIBUTED, budget=SMALL)),
     ("critic", Layout(cp=2, tp=2, sp=True)),
     ("actor", Layout(cp=2, pp=2, vpp=2)),
     ("critic", Layout(cp=4)),
@@ -42,21 +41,12 @@ OTHERS = (
 )
 
 
-def _named(value):
-    return value if isinstance(value, str) else name(value)
-
-
-def _slow(cases):
-    """The same, in the slow tests alone."""
-    return [pytest.param(*one, marks=pytest.mark.slow) for one in cases]
-
-
-@pytest.mark.parametrize("role,layout", [*LAYOUTS, *_slow(MORE)], ids=_named)
+@pytest.mark.parametrize("role,layout", [*LAYOUTS, *slow(MORE)], ids=named)
 def test_gradients_equal_float64(workers, references, record, role, layout):
     check(workers, references, record, role, layout, variant="adapters")
 
 
-@pytest.mark.parametrize("role,layout,variant", [OTHERS[0], *_slow(OTHERS[1:])], ids=_named)
+@pytest.mark.parametrize("role,layout,variant", [OTHERS[0], *slow(OTHERS[1:])], ids=named)
 def test_adapters_of_some_matrices(workers, references, record, role, layout, variant):
     check(workers, references, record, role, layout, variant=variant)
 

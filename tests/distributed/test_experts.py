@@ -11,33 +11,32 @@ import torch
 
 from tests.distributed import float64
 from tests.distributed import measure as measuring
-from tests.distributed.cases import name
+from tests.distributed.cases import DISTRIBUTED, named, slow
 from tests.distributed.measure import SMALL, UNPACKED, Layout
 from tests.distributed.problem import ACTOR_LOSSES, SEQUENCES
 from tests.distributed.test_matrix import TOLERANCES, Differs, check
 
-_DISTRIBUTED = dict(distributed=True, overlap=True)
 LAYOUTS = (
     ("actor", Layout(dp=2, ep=2, budget=SMALL)),
     ("actor", Layout(tp=2, sp=True)),
     ("critic", Layout(tp=2, sp=True, ep=2)),
-    ("critic", Layout(cp=2, ep=2, **_DISTRIBUTED, budget=SMALL)),
-    ("critic", Layout(pp=2, vpp=2, dp=2, ep=2, **_DISTRIBUTED)),
+    ("critic", Layout(cp=2, ep=2, **DISTRIBUTED, budget=SMALL)),
+    ("critic", Layout(pp=2, vpp=2, dp=2, ep=2, **DISTRIBUTED)),
 )
 MORE = (
     ("actor", Layout(dp=2, ep=2, recompute="full", budget=SMALL)),
-    ("critic", Layout(dp=4, ep=2, **_DISTRIBUTED)),
+    ("critic", Layout(dp=4, ep=2, **DISTRIBUTED)),
     ("actor", Layout(tp=2, sp=True, dp=2, ep=4, overlap=True)),
     ("actor", Layout(pp=2, dp=2, ep=2, budget=SMALL)),
     ("actor", Layout()),
     ("critic", Layout(budget=SMALL)),
     ("critic", Layout(dp=2, budget=SMALL)),
-    ("critic", Layout(dp=2, ep=2, **_DISTRIBUTED)),
+    ("critic", Layout(dp=2, ep=2, **DISTRIBUTED)),
     ("actor", Layout(tp=2, sp=True, ep=2, budget=UNPACKED)),
     ("actor", Layout(cp=2, ep=2)),
     ("actor", Layout(dp=4, ep=4, budget=SMALL)),
     ("critic", Layout(tp=2, sp=True, dp=2, ep=4, overlap=True)),
-    ("actor", Layout(tp=2, sp=True, dp=2, ep=2, **_DISTRIBUTED, budget=SMALL)),
+    ("actor", Layout(tp=2, sp=True, dp=2, ep=2, **DISTRIBUTED, budget=SMALL)),
     ("critic", Layout(tp=2, sp=True, pp=2, ep=2)),
     ("critic", Layout(tp=2, sp=True, ep=2, recompute="selective")),
     ("actor", Layout(cp=2, tp=2, sp=True, ep=4, budget=SMALL)),
@@ -50,21 +49,12 @@ SOME = (
 )
 
 
-def _named(value):
-    return value if isinstance(value, str) else name(value)
-
-
-def _slow(cases):
-    """The same, in the slow tests alone."""
-    return [pytest.param(*one, marks=pytest.mark.slow) for one in cases]
-
-
-@pytest.mark.parametrize("role,layout", [*LAYOUTS, *_slow(MORE)], ids=_named)
+@pytest.mark.parametrize("role,layout", [*LAYOUTS, *slow(MORE)], ids=named)
 def test_gradients_equal_float64(workers, references, record, role, layout):
     check(workers, references, record, role, layout, variant="experts")
 
 
-@pytest.mark.parametrize("role,layout", [*SOME[:1], *_slow(SOME[1:])], ids=_named)
+@pytest.mark.parametrize("role,layout", [*SOME[:1], *slow(SOME[1:])], ids=named)
 def test_dense_layers_between(workers, references, record, role, layout):
     check(workers, references, record, role, layout, variant="some experts")
 
@@ -165,10 +155,10 @@ def turned_round(references, tmp_path_factory):
     ("layout", "replay"),
     [
         *zip(REPLAYED, ("r3", "r2"), strict=True),
-        *_slow(zip(REPLAYED, ("r2", "r3"), strict=True)),
-        *_slow(itertools.product(MORE_REPLAYED, ("r2", "r3"))),
+        *slow(zip(REPLAYED, ("r2", "r3"), strict=True)),
+        *slow(itertools.product(MORE_REPLAYED, ("r2", "r3"))),
     ],
-    ids=_named,
+    ids=named,
 )
 def test_routes_are_replayed_where_their_tokens_are(workers, turned_round, layout, replay):
     arguments = (*turned_round, layout, replay)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from tests.distributed.cases import ALL, BFLOAT16, BFLOAT16_REST, CI, name
+from tests.distributed.cases import ALL, BFLOAT16, BFLOAT16_REST, CI, name, named, slow
 from tests.distributed.measure import PACKED, SMALL, UNPACKED, Layout, losses_of, measure
 from tests.distributed.mutations import MUTATIONS
 from tests.distributed.problem import INSERTED, LENGTHS, LOSSES, ON_ONE_AXIS
@@ -45,11 +45,6 @@ TOLERANCES = {
     "float32": Tolerances(5e-6, 2e-6, 1e-5, 3e-6, 1e-3),
     "bfloat16": Tolerances(8e-2, 3e-2, 0.2, 4e-2, None),
 }
-
-
-def named(value):
-    """Test ids, of roles and layouts."""
-    return value if isinstance(value, str) else name(value)
 
 
 class Differs(AssertionError):
@@ -156,11 +151,7 @@ def test_a_key_value_head_for_each_head(workers, references, record, role):
     check(workers, references, record, role, Layout(tp=4, sp=True), variant="mha")
 
 
-@pytest.mark.parametrize(
-    "role,layout",
-    [*BFLOAT16, *(pytest.param(*case, marks=pytest.mark.slow) for case in BFLOAT16_REST)],
-    ids=named,
-)
+@pytest.mark.parametrize("role,layout", [*BFLOAT16, *slow(BFLOAT16_REST)], ids=named)
 def test_bfloat16_with_float32_gradients(workers, references, record, role, layout):
     check(workers, references, record, role, layout, variant="bfloat16")
 

@@ -25,8 +25,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests import jsonl
 from tests.docs.commands import ON_ONE_MACHINE, PAGES, ROOT, TINY_RUN, commands, run_of
-from tests.e2e.test_run import environment, rows
+from tests.e2e.test_run import environment
+from tests.whole_run import measured
 from tests.workers import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
@@ -131,9 +133,9 @@ def ready(tmp_path_factory):
     lines = [json.dumps({**problem, "tolerance": 1}) + "\n" for problem in problems]
     (place / "near.jsonl").write_text("".join(lines))
     solved = [{"prompt": p["prompt"], "response": f"Answer:{p['answer']}"} for p in problems]
-    (place / "solutions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in solved))
+    jsonl.write(place / "solutions.jsonl", solved)
     mbpp = {"prompt": "Add 1.", "code": "def f(x): return x + 1", "test_list": ["assert f(1) == 2"]}
-    (place / "mbpp.jsonl").write_text(json.dumps(mbpp) + "\n")
+    jsonl.write(place / "mbpp.jsonl", [mbpp])
     for name, part in (("dapo_math_17k", "train"), ("aime_2024", "test")):
         problems = pa.Table.from_pylist(
             [json.loads(x) for x in (place / f"runs/tiny/seed_0/data/{part}.jsonl").open()]
@@ -186,7 +188,7 @@ def test_the_readme_leads_from_nothing_to_an_exported_model(place):
     # 64 problems, each twice; a few of them may be the same.
     assert pq.read_table(place / "data/dapo_math_17k.parquet").num_rows in range(32, 65)
     assert "resumed" in shown["NNODES=16"]
-    assert [row["step"] for row in rows(run_dir)] == [0, 1, 2, 3, 4]
+    assert [row["step"] for row in measured(run_dir)] == [0, 1, 2, 3, 4]
     assert (run_dir / "report.html").exists()
     exported, own = (
         load_file(path / "model.safetensors")

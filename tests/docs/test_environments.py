@@ -6,7 +6,7 @@ import re
 import yaml
 
 from tests.docs.commands import ROOT
-from tests.environments.playing import answers, play
+from tests.environments.playing import answers, started
 from vapo_megatron.config import load_config
 from vapo_megatron.reward.verifier import Problem
 
@@ -27,8 +27,7 @@ def test_the_configuration_is_valid(tmp_path):
 def test_the_game_is_played_to_its_end(tmp_path):
     (tmp_path / "guess.py").write_text(block("python"))
     assert len(block("python").splitlines()) <= 20
-    playing = play(f"{tmp_path}/guess.py:GuessTheNumber")
-    try:
+    with started(f"{tmp_path}/guess.py:GuessTheNumber") as playing:
         playing.begin("game", Problem("Play.", ""), 4)
         assert "seven guesses" in answers(playing, "game")["game"].observation
         number = random.Random(4).randint(1, 100)
@@ -36,8 +35,6 @@ def test_the_game_is_played_to_its_end(tmp_path):
         for guess in ("what?", str(number - 1), str(number + 1), f" {number}."):
             playing.act("game", guess)
             played.append(answers(playing, "game")["game"])
-    finally:
-        playing.close()
     assert [step.observation for step in played[:3]] == [
         "Answer with a number alone.", "Too low.", "Too high.",
     ]  # fmt: skip

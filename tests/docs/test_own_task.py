@@ -3,15 +3,14 @@
 Not exercised: that anything is learned.
 """
 
-import json
 import re
 
 import pytest
 
+from tests import jsonl
 from tests.docs.commands import ROOT, commands
 from tests.e2e.test_run import SMALL, TINY
-from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
-from tests.weights.tiny_hf import write_tiny_hf
+from tests.weights.tiny_hf import write_tiny_model
 from vapo_megatron.cli.train import main
 from vapo_megatron.config import RewardConfig
 from vapo_megatron.reward.verifier import Problem, Verdict
@@ -27,11 +26,10 @@ OPTIONS = [word for word in COMMAND.split() if "=" in word]
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     """A directory with near.py and near.jsonl, and the arguments of the page's command there."""
-    write_tiny_hf(tmp_path / "model", num_layers=2, hidden=128, ffn=32, vocab=64)
-    write_tiny_tokenizer(tmp_path / "model", 64)
+    write_tiny_model(tmp_path / "model", num_layers=2, hidden=128, ffn=32, vocab=64)
     (tmp_path / "near.py").write_text("\n".join([FUNCTION, CODE, GROUP]))
     rows = [{"prompt": f"w{i + 3}", "answer": str(9 - i), "tolerance": i % 3} for i in range(8)]
-    (tmp_path / "near.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    jsonl.write(tmp_path / "near.jsonl", rows)
     monkeypatch.chdir(tmp_path)
     return ["--config", str(TINY), *SMALL, f"model.hf_path={tmp_path}/model", *OPTIONS]
 

@@ -1,13 +1,11 @@
 """Small whole runs that sample: their options, and what is asked of them while they go on."""
 
-import json
 import time
 
 from tests.dumped import config
-from tests.e2e.test_run import rows
 from tests.fingerprint import digest_of_file
-from tests.rollout.tiny_tokenizer import ANSWERS, write_tiny_tokenizer
-from tests.weights.tiny_hf import write_tiny_hf
+from tests.whole_run import measured, write_inputs
+from vapo_megatron.rollout.dump import read_file
 
 # vLLM on a CPU takes heads of 32.
 MODEL = dict(num_layers=2, hidden=64, heads=2, kv_heads=2, ffn=48, vocab=60)
@@ -18,11 +16,7 @@ def options(tmp, *, problems, steps, saved_at, **rollout):
 
     problems: for training; steps: in all; saved_at: every so many; rollout: more of that section.
     """
-    for name, count in (("train", problems), ("test", 2)):
-        lines = [json.dumps({"prompt": f"w{i + 3}", "answer": "7"}) + "\n" for i in range(count)]
-        (tmp / f"{name}.jsonl").write_text("".join(lines))
-    hf = write_tiny_hf(tmp / "hf", **MODEL)
-    write_tiny_tokenizer(hf, MODEL["vocab"], last=ANSWERS)
+    hf, _ = write_inputs(tmp, MODEL, train=problems, test=2)
     settings = config(
         hf,
         algorithm={"value_pretraining_steps": 1, "policy_steps": steps - 1},
@@ -42,19 +36,29 @@ def into(run_dir):
     return f"logging.run_dir={run_dir}"
 
 
-def ended(launched):
-    """Wait for a run that must succeed."""
-    done = launched.wait(900)
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    return done
-
-
 def wait_for_row(launched, run_dir, number):
     metrics, deadline = run_dir / "metrics.jsonl", time.monotonic() + 900
     while not (metrics.exists() and len(metrics.read_text().splitlines()) > number):
         assert launched.is_running(), f"no row {number} came\n{launched.wait(60).stderr[-3000:]}"
         assert time.monotonic() < deadline, f"no row {number} came in time"
         time.sleep(0.02)
+
+
+def killed(launched, run_dir, step):
+    """Kill a run once this step is saved; the file that names a run's last checkpoint."""
+    wait_for_row(launched, run_dir, step)
+    latest = run_dir / "checkpoints/latest"
+    while latest.read_text() != f"step_{step:06d}":
+        assert launched.is_running()
+        time.sleep(0.02)
+    launched.kill()
+    return latest
+
+
+def dumped(run_dir, step):
+    """A step's scored responses, by position."""
+    files = (run_dir / f"replay/step_{step:06d}").iterdir()
+    return sorted((s for f in files for s in read_file(f)), key=lambda s: s.rollout.position)
 
 
 def kept(run_dir, step):
@@ -64,4 +68,4 @@ def kept(run_dir, step):
         *run_dir.glob(f"replay/step_{step:06d}/*.safetensors"),
         *run_dir.glob(f"rollouts/step_{step:06d}.jsonl"),
     ]
-    return rows(run_dir)[step], {str(file): digest_of_file(file) for file in files}
+    return measured(run_dir)[step], {str(file): digest_of_file(file) for file in files}

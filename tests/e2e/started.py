@@ -68,6 +68,27 @@ class Started:
         return self.log.read_text()[-6000:]
 
 
+def kill_tree(process):
+    """End a process and its children at once: torchrun's have sessions of their own."""
+    found = psutil.Process(process.pid)
+    for each in (*found.children(recursive=True), found):
+        each.kill()
+    psutil.wait_procs([found], 30)
+
+
+def kill_once(is_so, command, log):
+    """Start a command, and kill it then."""
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            list(map(str, command)), cwd=ROOT, env=environment(), stdout=file, stderr=file
+        )
+    deadline = time.monotonic() + 280
+    while not is_so():
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
+        time.sleep(0.005)
+    kill_tree(process)
+
+
 def lives(process):
     """False also of one that has ended and that nobody has asked for yet, its parent being dead."""
     try:

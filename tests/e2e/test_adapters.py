@@ -8,81 +8,31 @@ Minutes:
 """
 
 import json
-import os
 import shutil
-import signal
-import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.format_utils import _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from tests.rollout.tiny_tokenizer import ANSWERS, write_tiny_tokenizer
+from tests.e2e.command_run import command, evaluate, lasting, make_inputs, train
+from tests.e2e.started import kill_once
+from tests.e2e.test_run import run
 from tests.weights.peft_directory import load_with_peft, write_adapters
-from tests.weights.tiny_hf import write_tiny_hf
-from tests.whole_run import lines, write_problems
+from tests.whole_run import saved
 
-ROOT = Path(__file__).resolve().parents[2]
-COMMON = [
-    "parallel.sequence_parallel=true", "parallel.use_distributed_optimizer=true",
-    "algorithm.responses_per_step=32", "algorithm.mini_batch_size=16", "algorithm.kl_coef=0.05",
-    "algorithm.value_pretraining_steps=1", "rollout.max_response_tokens=32",
-    "rollout.verify_sync_every=1", "optimizer.actor_learning_rate=1e-2", "checkpoint.every_steps=2",
-    "evaluation.every_steps=2", "model.lora.rank=4",
-]  # fmt: skip
-MERGED = ["parallel.offload=true", "rollout.tensor_model_parallel_size=2"]
-APART = ["parallel.offload=false", "rollout.adapter_sync=adapter"]
+ADAPTERS = ["algorithm.kl_coef=0.05", "model.lora.rank=4"]
+MERGED = [*ADAPTERS, "parallel.offload=true", "rollout.tensor_model_parallel_size=2"]
+APART = [*ADAPTERS, "parallel.offload=false", "rollout.adapter_sync=adapter"]
 OTHERS = [
-    "rollout.placement=disaggregated", "rollout.num_processes=1", "rollout.lag=1",
+    *ADAPTERS, "rollout.placement=disaggregated", "rollout.num_processes=1", "rollout.lag=1",
     "rollout.adapter_sync=adapter", "rollout.max_logprob_difference=null",
 ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    root = tmp_path_factory.mktemp("adapters")
-    sizes = dict(num_layers=2, hidden=64, heads=2, kv_heads=2, ffn=96, vocab=64, head_dim=32)
-    hf = write_tiny_hf(root / "hf", family="qwen3", **sizes)
-    write_tiny_tokenizer(hf, 64, last=ANSWERS)
-    write_problems(root / "train.jsonl", range(40))
-    write_problems(root / "test.jsonl", range(8))
-    return root
-
-
-def command(inputs, run_dir, steps, *overrides):
-    """A run of so many policy steps."""
-    return [
-        sys.executable, "-m", "vapo_megatron", "train", "--config", "examples/configs/tiny.yaml",
-        f"model.hf_path={inputs}/hf", f"data.train_path={inputs}/train.jsonl",
-        f"evaluation.path={inputs}/test.jsonl", f"logging.run_dir={run_dir}",
-        f"algorithm.policy_steps={steps}", *COMMON, *overrides,
-    ]  # fmt: skip
-
-
-def finish(words):
-    return subprocess.run(
-        words, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
-        text=True, timeout=500,
-    )  # fmt: skip
-
-
-def train(inputs, run_dir, steps, *overrides):
-    """Train for so many policy steps; return the rows, by step."""
-    done = finish(command(inputs, run_dir, steps, *overrides))
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return {row["step"]: row for row in lines(run_dir / "metrics.jsonl")}
-
-
-def lasting(row):
-    """What of a row does not depend on the machine."""
-    rooms = ("actor/", "critic/", "algorithm/", "reward/", "rollout/length", "evaluation/")
-    return {name: value for name, value in row.items() if name.startswith(rooms)}
+    return make_inputs(tmp_path_factory.mktemp("adapters"), "qwen3")
 
 
 @pytest.fixture(scope="module")
@@ -111,10 +61,7 @@ def test_a_run_goes_on_bit_for_bit_and_exports_for_transformers_and_peft(whole, 
     again = train(inputs, tmp_path / "again", 3, *MERGED)
     for step in (3, 4):
         assert lasting(again[step]) == lasting(whole[1][step])
-    name = "adapter_export/adapter_model.safetensors"
-    first, second = (load_file(run / name) for run in (whole[0], tmp_path / "again"))
-    assert first.keys() == second.keys()
-    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+    assert_same_adapters(whole[0] / "adapter_export", tmp_path / "again/adapter_export")
     merged = AutoModelForCausalLM.from_pretrained(whole[0] / "hf_export", dtype=torch.float32)
     adapted = load_with_peft(inputs / "hf", whole[0] / "adapter_export")
     base = AutoModelForCausalLM.from_pretrained(inputs / "hf", dtype=torch.float32)
@@ -122,6 +69,12 @@ def test_a_run_goes_on_bit_for_bit_and_exports_for_transformers_and_peft(whole, 
     with torch.no_grad():
         logits = [model(ids).logits for model in (merged, adapted, base)]
     assert (logits[0] - logits[1]).abs().max() < 1e-5 < (logits[0] - logits[2]).abs().max()
+
+
+def assert_same_adapters(*directories):
+    first, second = (load_file(path / "adapter_model.safetensors") for path in directories)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
 @pytest.mark.slow
@@ -144,17 +97,7 @@ def test_both_ways_of_the_sync_train_alike(whole, inputs, tmp_path):
 def test_a_killed_run_with_lag_goes_on(inputs, tmp_path):
     straight = train(inputs, tmp_path / "straight", 4, *OTHERS)
     words = command(inputs, tmp_path / "killed", 4, *OTHERS)
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        words, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )  # fmt: skip
-    latest = tmp_path / "killed/checkpoints/latest"
-    while not latest.exists():
-        assert process.poll() is None
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    kill_once((tmp_path / "killed/checkpoints/latest").exists, words, tmp_path / "log")
     rows = train(inputs, tmp_path / "killed", 4, *OTHERS)
     assert rows.keys() == straight.keys()
     for step in rows:
@@ -163,15 +106,7 @@ def test_a_killed_run_with_lag_goes_on(inputs, tmp_path):
 
 @pytest.mark.slow
 def test_the_export_is_evaluated_as_the_run_was(whole, inputs, tmp_path):
-    out = tmp_path / "responses.jsonl"
-    done = finish([
-        sys.executable, "-m", "vapo_megatron", "evaluate", "--checkpoint",
-        str(whole[0] / "hf_export"), "--data", f"{inputs}/test.jsonl", "--out", str(out),
-        "--samples", "2", "model.dtype=float32", "rollout.max_prompt_tokens=16",
-        "rollout.max_response_tokens=24", "rollout.kv_cache_bytes=16777216", "reward.num_workers=1",
-    ])  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    _, *rows = map(json.loads, out.read_text().splitlines())
+    rows = evaluate(inputs, whole[0], tmp_path / "responses.jsonl")
     assert len(rows) == 8 and all(len(row["responses"]) == 2 for row in rows)
 
 
@@ -179,16 +114,10 @@ def test_the_export_is_evaluated_as_the_run_was(whole, inputs, tmp_path):
 def test_a_checkpoint_converts_to_a_peft_directory(whole, inputs, tmp_path):
     checkpoint = whole[0] / "checkpoints/step_000004"
     words = [sys.executable, "-m", "vapo_megatron", "convert", "to-hf", "--hf", f"{inputs}/hf"]
-    done = finish([*words, "--megatron", f"{checkpoint}/actor", "--out", f"{tmp_path}/peft"])
-    assert done.returncode == 0, done.stderr
-    first, second = (
-        load_file(path / "adapter_model.safetensors")
-        for path in (whole[0] / "adapter_export", tmp_path / "peft")
-    )
-    assert first.keys() == second.keys()
-    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
-    done = finish([*words, "--megatron", f"{checkpoint}/critic", "--out", f"{tmp_path}/critic"])
-    assert done.returncode == 2 and "a critic's adapters" in done.stderr
+    run([*words, "--megatron", f"{checkpoint}/actor", "--out", f"{tmp_path}/peft"])
+    assert_same_adapters(whole[0] / "adapter_export", tmp_path / "peft")
+    done = run([*words, "--megatron", f"{checkpoint}/critic", "--out", f"{tmp_path}/critic"], 2)
+    assert "a critic's adapters" in done.stderr
     assert "Traceback" not in done.stderr and not (tmp_path / "critic").exists()
 
 
@@ -229,22 +158,10 @@ def test_a_run_starts_with_the_critic_of_a_value_stage(inputs, tmp_path, with_op
     assert (min(kept) > 0.5) == with_optimizer
 
 
-def saved(run_dir, step, role):
-    """Every tensor of a checkpoint in full, as torch reads it."""
-    tensors = {}
-    _load_state_dict(
-        tensors,
-        storage_reader=FileSystemReader(run_dir / f"checkpoints/step_{step:06d}/{role}"),
-        planner=_EmptyStateDictLoadPlanner(),
-        no_dist=True,
-    )
-    return {name: value for name, value in tensors.items() if torch.is_tensor(value)}
-
-
-def refused(inputs, tmp_path, *overrides, run="run"):
+def refused(inputs, run_dir, *overrides):
     """What a run that must not start says, in one line."""
-    done = finish(command(inputs, tmp_path / run, 1, "--dry-run", *overrides))
-    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr[-2000:]
+    done = run(command(inputs, run_dir, 1, "--dry-run", *ADAPTERS, *overrides), 2)
+    assert "Traceback" not in done.stderr, done.stderr[-2000:]
     (line,) = [line for line in done.stderr.splitlines() if "error" in line]
     return line
 
@@ -252,7 +169,7 @@ def refused(inputs, tmp_path, *overrides, run="run"):
 @pytest.mark.slow
 def test_mistakes_are_told_in_one_line(whole, inputs, tmp_path):
     def told(*overrides, run="run"):
-        return refused(inputs, tmp_path, *overrides, run=run)
+        return refused(inputs, tmp_path / run, *overrides)
 
     assert "model.lora.rank=0 must be greater than or equal to 1" in told("model.lora.rank=0")
     assert "model.lora.targets[0]='qkv' must be 'q_proj'" in told("model.lora.targets=[qkv]")
@@ -262,14 +179,11 @@ def test_mistakes_are_told_in_one_line(whole, inputs, tmp_path):
     assert "holds adapters of the actor, which model.lora.rank=null does not train" in line
     line = told("model.lora.rank=8", run="adapters")
     assert "holds adapters of rank 4, which model.lora.rank=8 must equal; set it to 4" in line
-    train(inputs, tmp_path / "full", 1, *full)
+    train(inputs, tmp_path / "full", 1, *ADAPTERS, *full)
     line = told(run="full")
     assert "holds whole weights of the actor, which model.lora.rank=4 does not train" in line
     # Adapters of other weights of the same shape.
-    other = tmp_path / "other"
-    shutil.copytree(inputs / "hf", other)
-    weights = {n: t * 1.01 for n, t in load_file(other / "model.safetensors").items()}
-    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    other = other_weights(inputs / "hf", tmp_path / "other")
     settings = ["model.lora.alpha=32", f"model.lora.path={whole[0]}/adapter_export"]
     assert "lora_alpha" not in told("model.lora.targets=[q_proj]", *settings)
     line = told(*settings, f"model.hf_path={other}")
@@ -278,17 +192,21 @@ def test_mistakes_are_told_in_one_line(whole, inputs, tmp_path):
     assert "its r is 4, which model.lora.rank=8 must equal; set rank=4" in line
 
 
+def other_weights(hf, directory):
+    """Copy a model, and change its weights a little."""
+    shutil.copytree(hf, directory)
+    weights = {n: t * 1.01 for n, t in load_file(directory / "model.safetensors").items()}
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
 @pytest.mark.slow
 def test_another_base_is_refused_by_a_resumed_run(whole, inputs, tmp_path):
-    other = tmp_path / "other"
-    shutil.copytree(inputs / "hf", other)
-    weights = {n: t * 1.01 for n, t in load_file(other / "model.safetensors").items()}
-    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    other = other_weights(inputs / "hf", tmp_path / "other")
     shutil.copytree(whole[0], tmp_path / "run")
-    done = finish(command(inputs, tmp_path / "run", 5, *MERGED, f"model.hf_path={other}"))
-    assert (
-        done.returncode != 0 and "has other weights than those that the adapters in" in done.stderr
-    )
-    assert (
-        json.loads((tmp_path / "run/checkpoints/step_000004/state.json").read_text())["step"] == 4
-    )
+    words = command(inputs, tmp_path / "run", 5, *MERGED, f"model.hf_path={other}")
+    done = run(words, None, timeout=500)
+    assert done.returncode != 0
+    assert "has other weights than those that the adapters in" in done.stderr
+    state = json.loads((tmp_path / "run/checkpoints/step_000004/state.json").read_text())
+    assert state["step"] == 4

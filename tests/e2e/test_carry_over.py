@@ -5,15 +5,15 @@ groups are begun, cut and taken is in tests/rollout/test_partial.py. Not exercis
 """
 
 import json
-import time
 
 import pytest
 
 from tests.dumped import GROUP_SIZE, NUM_RESPONSES
-from tests.e2e.sampled_run import ended, into, kept, options, wait_for_row
-from tests.e2e.test_run import rows
+from tests.e2e.sampled_run import dumped, into, kept, killed, options
+from tests.e2e.test_run import ended
+from tests.whole_run import measured
 from vapo_megatron.cli.train import main
-from vapo_megatron.rollout.dump import read_arrays, read_file
+from vapo_megatron.rollout.dump import read_arrays
 from vapo_megatron.rollout.partial.files import PARTIAL, sampled_steps
 
 STEPS, SAVED_AT, EXTRA, MAX_LAG, LIMIT = 6, 2, 3, 2, 24
@@ -41,16 +41,11 @@ def given(tmp_path_factory):
     )  # fmt: skip
 
 
-def dumped(run_dir, step):
-    files = (run_dir / f"replay/step_{step:06d}").iterdir()
-    return sorted((s.rollout for f in files for s in read_file(f)), key=lambda r: r.position)
-
-
 def check_whole(run_dir, lag, steps=STEPS):
     """Each step has its share of groups, each problem is trained on once, none is left out."""
     drawn = []
     for step in range(1, steps + 1):
-        found, row = dumped(run_dir, step), rows(run_dir)[step]
+        found, row = [s.rollout for s in dumped(run_dir, step)], measured(run_dir)[step]
         assert [r.position for r in found] == list(range(NUM_RESPONSES))
         for at in range(0, NUM_RESPONSES, GROUP_SIZE):
             group = found[at : at + GROUP_SIZE]
@@ -84,12 +79,7 @@ def test_a_killed_run_goes_on_with_its_groups_bit_by_bit(launch, given, tmp_path
     more, processes, replicas, lag = PLACEMENTS[placement]
     command = [*given, *CARRIES, *more, into(run_dir)]
     launched = launch(main, command, world_size=processes)
-    wait_for_row(launched, run_dir, last)
-    latest = run_dir / "checkpoints/latest"
-    while latest.read_text() != f"step_{last:06d}":
-        assert launched.is_running()
-        time.sleep(0.02)
-    launched.kill()
+    latest = killed(launched, run_dir, last)
     check_whole(run_dir, lag, last)
     made = [kept(run_dir, step) for step in range(SAVED_AT + 1, last + 1)]
 
@@ -109,7 +99,7 @@ def test_a_killed_run_goes_on_with_its_groups_bit_by_bit(launch, given, tmp_path
     drawn = check_whole(run_dir, lag)
     # The last step leaves nothing behind.
     assert not (run_dir / f"checkpoints/step_{STEPS:06d}/{PARTIAL}").exists()
-    assert any(r.segments for step in range(1, STEPS + 1) for r in dumped(run_dir, step))
+    assert any(s.rollout.segments for step in range(1, STEPS + 1) for s in dumped(run_dir, step))
     assert len(drawn) == STEPS * NUM_RESPONSES // GROUP_SIZE
 
     # Replayed, its responses train the same model: old log-probabilities are computed anew.

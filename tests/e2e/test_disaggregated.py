@@ -7,13 +7,13 @@ group that joins both worlds is in tests/parallel/test_worlds.py. Not exercised:
 import json
 import os
 import signal
-import time
 
 import pytest
 
 from tests.dumped import NUM_RESPONSES
-from tests.e2e.sampled_run import ended, into, kept, options, wait_for_row
-from tests.e2e.test_run import rows
+from tests.e2e.sampled_run import dumped, into, kept, killed, options, wait_for_row
+from tests.e2e.test_run import ended
+from tests.whole_run import measured
 from vapo_megatron.cli.train import main
 from vapo_megatron.config.phases import Span
 from vapo_megatron.rollout.dump import read_file
@@ -37,7 +37,7 @@ def check_equal(run_dir, expected, *, but=(), writers=1):
     """
 
     def kept(run):
-        return [{n: v for n, v in row.items() if not n.startswith(but)} for row in rows(run)]
+        return [{n: v for n, v in row.items() if not n.startswith(but)} for row in measured(run)]
 
     assert kept(run_dir) == kept(expected)
     names = [p.relative_to(expected) for p in expected.glob("checkpoints/step_*/*/*.distcp")]
@@ -56,14 +56,10 @@ def check_equal(run_dir, expected, *, but=(), writers=1):
 def check_lags(run_dir, lag, steps=STEPS):
     """Each step is trained on once, whole, and as its lag says; versions begin after step 1."""
     versions = [max(0, step - 1) for step in range(STEPS)]
-    for step, row in enumerate(rows(run_dir)[1 : steps + 1]):
+    for step, row in enumerate(measured(run_dir)[1 : steps + 1]):
         expected = versions[max(0, step - lag)]
-        scored = [
-            item
-            for file in (run_dir / f"replay/step_{step + 1:06d}").iterdir()
-            for item in read_file(file)
-        ]
-        assert sorted(s.rollout.position for s in scored) == list(range(NUM_RESPONSES))
+        scored = dumped(run_dir, step + 1)
+        assert [s.rollout.position for s in scored] == list(range(NUM_RESPONSES))
         assert {s.rollout.policy_version for s in scored} == {expected}
         if lag:
             lags = row["rollout/lag_mean"], row["rollout/lag_max"]
@@ -78,12 +74,7 @@ def test_a_killed_run_with_lag_1_goes_on_bit_by_bit(launch, given, tmp_path):
     run_dir, last = tmp_path, 2 * SAVED_AT
     command = [*given, *LAG_1, into(run_dir)]
     launched = launch(main, command, world_size=2)
-    wait_for_row(launched, run_dir, last)
-    latest = run_dir / "checkpoints/latest"
-    while latest.read_text() != f"step_{last:06d}":
-        assert launched.is_running()
-        time.sleep(0.02)
-    launched.kill()
+    latest = killed(launched, run_dir, last)
     check_lags(run_dir, 1, last)
     made = [kept(run_dir, step) for step in range(SAVED_AT + 1, last + 1)]
     assert [len(files) for _, files in made] == [2, 4]
@@ -139,8 +130,7 @@ def test_a_run_that_was_killed_is_as_one_that_was_not(launch, given, tmp_path):
 
 def responses(run_dir, step):
     """Tokens and log-probabilities of a dumped step, by position."""
-    files = (run_dir / f"replay/step_{step:06d}").iterdir()
-    found = sorted((s.rollout for f in files for s in read_file(f)), key=lambda r: r.position)
+    found = [s.rollout for s in dumped(run_dir, step)]
     return [r.token_ids.tolist() for r in found], [x for r in found for x in r.logprobs]
 
 

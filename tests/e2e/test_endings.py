@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from tests.e2e.test_run import ROOT, SMALL, TINY, base_model, environment, run
+from tests.e2e.test_run import ROOT, SMALL, TINY, base_model, environment, tiny_problems
 
 pytestmark = pytest.mark.slow
 
@@ -35,12 +35,9 @@ def given(tmp_path_factory):
     """Arguments of vapo train but for the run's directory."""
     out = tmp_path_factory.mktemp("given")
     (out / "slow_reward.py").write_text(SLOW)
-    sizes = ("--train", "200", "--test", "24", "--seed", "0")
-    run([sys.executable, "examples/tiny/task.py", "--out", out / "data", *sizes])
     return out, [
         "--config", str(TINY), *SMALL, *ONE, "parallel.sequence_parallel=false",
-        base_model(out / "base", 30), f"data.train_path={out}/data/train.jsonl",
-        "evaluation.path=null",
+        base_model(out / "base", 30), *tiny_problems(out), "evaluation.path=null",
     ]  # fmt: skip
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.dumped import NUM_RESPONSES
-from tests.e2e.sampled_run import ended, into, options
-from tests.e2e.test_run import rows
+from tests.e2e.sampled_run import dumped, into, options
+from tests.e2e.test_run import ended
+from tests.whole_run import measured
 from vapo_megatron.cli.main import main as vapo
 from vapo_megatron.cli.train import main
-from vapo_megatron.rollout.dump import read_file
 
 STEPS = 4
 COUNTING = f"environment.use={Path(__file__).with_name('counting.py')}:Counting"
@@ -42,14 +42,8 @@ def straight(launch, given, tmp_path_factory):
     return run_dir
 
 
-def dumped(run_dir, step):
-    files = (run_dir / f"replay/step_{step:06d}").iterdir()
-    found = [item for file in files for item in read_file(file)]
-    return sorted(found, key=lambda item: item.rollout.position)
-
-
 def test_a_step_tells_of_its_episodes(straight):
-    for step, row in enumerate(rows(straight)[1:], 1):
+    for step, row in enumerate(measured(straight)[1:], 1):
         scored = dumped(straight, step)
         assert len(scored) == NUM_RESPONSES
         played = [item.rollout for item in scored]
@@ -108,18 +102,18 @@ def test_rollouts_show_turns(straight):
 def test_a_replay_is_the_same_bit_by_bit(launch, given, straight, tmp_path):
     command = [*given, *TWO, into(tmp_path), "--replay", str(straight)]
     ended(launch(main, command, world_size=2))
-    for row, other in zip(rows(tmp_path), rows(straight), strict=True):
+    for row, other in zip(measured(tmp_path), measured(straight), strict=True):
         # A replay evaluates nothing.
         assert row == {name: other[name] for name in row}
 
 
 def test_a_resumed_run_plays_the_same_episodes(launch, given, straight):
-    before, tokens = rows(straight)[3:], [sampled(straight, step) for step in (3, 4)]
+    before, tokens = measured(straight)[3:], [sampled(straight, step) for step in (3, 4)]
     (straight / "checkpoints/latest").write_text("step_000002")
     assert "resumed" in ended(launch(main, [*given, *TWO, into(straight)], world_size=2)).stdout
     assert [sampled(straight, step) for step in (3, 4)] == tokens
     # Answers come at other moments, and what vLLM computes together rounds differently.
-    for row, other in zip(rows(straight)[3:], before, strict=True):
+    for row, other in zip(measured(straight)[3:], before, strict=True):
         assert row == pytest.approx(other, rel=1e-3, abs=1e-4)
 
 
@@ -136,7 +130,7 @@ def test_a_rollout_worker_plays(launch, given, straight, tmp_path, lag):
         for item in scored:
             check_rewards(item)
     assert sampled(tmp_path, 1) == sampled(straight, 1)
-    assert "rollout/turns_mean" in rows(tmp_path)[1]
+    assert "rollout/turns_mean" in measured(tmp_path)[1]
 
 
 @pytest.mark.slow
@@ -152,7 +146,7 @@ def test_rounds_of_dynamic_sampling(launch, given, tmp_path):
         # Verdicts alone would have dropped it, or taken it to fill up.
         correct = [item.is_correct for item in scored]
         alike += [len(set(correct[i : i + 4])) == 1 for i in range(0, NUM_RESPONSES, 4)]
-        assert rows(tmp_path)[step]["rollout/groups_filled"] == 0
+        assert measured(tmp_path)[step]["rollout/groups_filled"] == 0
     assert any(alike), "a group whose verdicts are all the same"
 
 

@@ -5,24 +5,21 @@ exercised: a GPU, vLLM's tensor parallelism, several nodes.
 """
 
 import json
-import os
 import re
-import subprocess
 import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
+from tests import jsonl
+from tests.e2e.started import kill_once
+from tests.e2e.test_run import ROOT, ended, run
+from tests.rollout.tiny_tokenizer import SPECIAL, write_words
 from tests.weights.tiny_hf import write_tiny_hf
 from vapo_megatron.cli.evaluate import command as evaluate
 from vapo_megatron.config import EvaluationConfig, load_config
 from vapo_megatron.errors import CheckpointError, ConfigError
 
-ROOT = Path(__file__).resolve().parents[2]
 TOOL = ("-m", "vapo_megatron", "evaluate")
 NUM_PROBLEMS, SAMPLES = 7, 6
 OPTIONS = [
@@ -37,14 +34,7 @@ def checkpoint(tmp_path_factory):
     """A model of 64 tokens: two special ones, the stop token, and 61 boxed digits 0..4."""
     path = tmp_path_factory.mktemp("base") / "model"
     write_tiny_hf(path, num_layers=2, heads=2, kv_heads=2, vocab=64)
-    words = ["<unk>", "<s>", "</s>", *(f"\\boxed{{{i % 5}}}{i}" for i in range(3, 64))]
-    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>"
-    ).save_pretrained(path)
-    return path
+    return write_words(path, [*SPECIAL, *(f"\\boxed{{{i % 5}}}{i}" for i in range(3, 64))])
 
 
 @pytest.fixture(scope="module")
@@ -54,23 +44,8 @@ def data(tmp_path_factory):
         {"prompt": " ".join(f"\\boxed{{{j % 5}}}{j}" for j in (3 + i, 9, 20 + i)), "answer": i % 5}
         for i in range(NUM_PROBLEMS)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    jsonl.write(path, rows)
     return path
-
-
-def environment():
-    gone = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    clean = {k: v for k, v in os.environ.items() if k not in gone}
-    return {**clean, "OMP_NUM_THREADS": "1"}
-
-
-def run(command, code=0):
-    done = subprocess.run(
-        list(map(str, command)), cwd=ROOT, env=environment(), capture_output=True, text=True,
-        timeout=280,
-    )  # fmt: skip
-    assert done.returncode == code, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    return done
 
 
 def arguments(checkpoint, data, out):
@@ -95,13 +70,11 @@ def straight(launch, checkpoint, data, tmp_path_factory):
     """(directory, what was printed) of evaluate_three_times."""
     out = tmp_path_factory.mktemp("out")
     given = arguments(checkpoint, data, out / "straight.jsonl")
-    done = launch(evaluate_three_times, str(out), given).wait()
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    return out, done
+    return out, ended(launch(evaluate_three_times, str(out), given))
 
 
 def read(path):
-    header, *lines = map(json.loads, path.read_text().splitlines())
+    header, *lines = jsonl.read(path)
     return header, lines
 
 
@@ -240,22 +213,11 @@ def test_a_torn_file_becomes_the_same_file(straight, checkpoint, data, tmp_path,
 
 def killed(command, out):
     """Kill a command with two replicas after a problem's samples are on disk; how many are then."""
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment(), start_new_session=True,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    deadline = time.monotonic() + 200
 
     def written():
         return sum(p.read_bytes().count(b"\n") - 1 for p in out.parent.glob(f"{out.name}.part*"))
 
-    while written() < 1:
-        assert process.poll() is None and time.monotonic() < deadline, "no problem was written"
-        time.sleep(0.005)
-    # It has become torchrun, whose processes have sessions of their own and would go on.
-    for one in [*psutil.Process(process.pid).children(recursive=True), process]:
-        one.kill()
-    process.wait()
+    kill_once(lambda: written() >= 1, command, out.with_suffix(".log"))
     return written()
 
 
@@ -289,7 +251,7 @@ def test_a_runs_own_evaluation_says_the_same(checkpoint, data, tmp_path):
     settings += [option for option in OPTIONS if "." in option and "=" in option]
     train = [sys.executable, "-m", "vapo_megatron.train", "--config"]
     run([*train, ROOT / "examples/configs/tiny.yaml", *settings])
-    row = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[0])
+    row = jsonl.read(run_dir / "metrics.jsonl")[0]
     run([sys.executable, *TOOL, "--checkpoint", run_dir, "--data", data, "--out", out])
     found = json.loads(out.with_suffix(".json").read_text())["statistics"]
     names = ["avg@6", "pass@6", "majority@6", "response_length_mean", "truncated_fraction"]

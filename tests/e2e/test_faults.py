@@ -14,18 +14,9 @@ import time
 import pytest
 
 from tests.e2e.started import Started, last_updates
-from tests.e2e.test_run import (
-    ON_TWO,
-    RECIPE,
-    SMALL,
-    TINY,
-    base_model,
-    environment,
-    rows,
-    run,
-    torchrun,
-)
+from tests.e2e.test_run import ON_TWO, RECIPE, SMALL, TINY, base_model, run, tiny_problems, torchrun
 from tests.run.checkpoint.test_writer import small_disk
+from tests.whole_run import measured
 from tests.workers import free_port
 
 pytestmark = pytest.mark.slow
@@ -57,14 +48,9 @@ def placement(request):
 def given(placement, tmp_path_factory):
     """A model and problems, as overrides, for four steps with a checkpoint after each."""
     out = tmp_path_factory.mktemp("given")
-    sizes = ("--train", "200", "--test", "24", "--seed", "0")
-    run([environment()["VAPO_PYTHON"], "examples/tiny/task.py", "--out", out / "data", *sizes])
     model = base_model(out / "base", 30, experts=8 if placement == "experts" else 0)
-    return [
-        *SMALL, *ON_TWO, model, f"data.train_path={out}/data/train.jsonl",
-        f"evaluation.path={out}/data/test.jsonl", "checkpoint.every_steps=1",
-        *PLACEMENTS[placement],
-    ]  # fmt: skip
+    more = ["checkpoint.every_steps=1", *PLACEMENTS[placement]]
+    return [*SMALL, *ON_TWO, model, *tiny_problems(out), *more]
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +76,7 @@ def check_as_whole(run_dir, whole, faults):
     """It has ended as if they had never happened."""
     for fault in faults:
         fault.lost_updates = last_updates(whole) - last_updates(run_dir)
-    assert rows(run_dir) == rows(whole)
+    assert measured(run_dir) == measured(whole)
     for fault in faults:
         fault.survived = True
 
@@ -202,7 +188,7 @@ def test_a_recipe_told_to_stop_ends_well_and_goes_on(placement, given, injected,
 
     started = start()
     assert started.end() == 0, started.said()
-    assert [row["step"] for row in rows(run_dir)] == [0, 1, 2, 3, 4]
+    assert [row["step"] for row in measured(run_dir)] == [0, 1, 2, 3, 4]
     # Two updates a step: four steps of the critic, three of the actor.
     for each in (fault, at_start):
         each.lost_updates = 14 - last_updates(run_dir)

@@ -13,6 +13,7 @@ import time
 import psutil
 import pytest
 
+from tests.e2e.started import kill_tree
 from tests.e2e.test_run import ROOT, environment
 from tests.workers import free_port
 from vapo_megatron.reward.judge import Judge, Pairwise
@@ -42,14 +43,6 @@ def until(is_so, seconds, said):
     while not is_so():
         assert time.monotonic() < deadline, said()
         time.sleep(0.2)
-
-
-def kill_tree(process):
-    """End a process and its children at once."""
-    found = psutil.Process(process.pid)
-    for each in (*found.children(recursive=True), found):
-        each.kill()
-    psutil.wait_procs([found], 30)
 
 
 def asked(recipe, count):

@@ -24,7 +24,8 @@ from tests.e2e.moments import (
     draw,
 )
 from tests.e2e.started import Started, updates
-from tests.e2e.test_run import DYNAMIC, SMALL, TINY, base_model, environment, rows, run, torchrun
+from tests.e2e.test_run import DYNAMIC, SMALL, TINY, base_model, run, tiny_problems, torchrun
+from tests.whole_run import measured
 from vapo_megatron.parallel.checkpoint_metadata import read_metadata, tensors_of
 from vapo_megatron.run.checkpoint.files import STATE, candidates, find_problems, step_directories
 
@@ -51,12 +52,8 @@ def room(tmp_path_factory):
 @pytest.fixture(scope="module")
 def given(room):
     """A model that is sometimes right, and problems, as overrides."""
-    sizes = ("--train", NUM_PROBLEMS, "--test", "8", "--seed", "0")
-    run([environment()["VAPO_PYTHON"], "examples/tiny/task.py", "--out", room / "data", *sizes])
-    return [
-        "--config", TINY, *SETTINGS, base_model(room / "base", 100),
-        f"data.train_path={room}/data/train.jsonl", f"evaluation.path={room}/data/test.jsonl",
-    ]  # fmt: skip
+    inputs = [base_model(room / "base", 100), *tiny_problems(room, NUM_PROBLEMS, 8)]
+    return ["--config", TINY, *SETTINGS, *inputs]
 
 
 @pytest.fixture(scope="module")
@@ -124,8 +121,8 @@ def test_it_ends_as_if_it_had_never_been_killed(given, room, kills):
     assert started.end() == 0, started.said()
     check_the_start(log, cut, kills)
 
-    assert [row["step"] for row in rows(cut)] == list(range(NUM_STEPS + 1))
-    assert rows(cut) == rows(whole)
+    assert [row["step"] for row in measured(cut)] == list(range(NUM_STEPS + 1))
+    assert measured(cut) == measured(whole)
     last = f"checkpoints/step_{NUM_STEPS:06d}"
     assert (cut / "checkpoints/latest").read_text() == Path(last).name
     for role in ("actor", "critic"):
@@ -163,7 +160,7 @@ def test_the_run_shows_what_it_is_for(room):
     # Two updates in each step; the actor has none in value pretraining.
     assert state["num_updates"] == {"actor": 2 * POLICY_STEPS, "critic": 2 * NUM_STEPS}
     assert state["run"]["data"]["epoch"] >= 2
-    written = rows(whole)
+    written = measured(whole)
     assert max(row.get("rollout/sampling_rounds", 0) for row in written) > 1
     for role in ("actor", "critic"):
         rates = [r[f"{role}/learning_rate"] for r in written if f"{role}/learning_rate" in r]

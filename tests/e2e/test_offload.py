@@ -7,8 +7,9 @@ proven is the order of turns, syncs and versions, and that nothing is read which
 
 import pytest
 
-from tests.e2e.test_run import TINY, ended, overrides, rows
+from tests.e2e.test_run import TINY, ended, overrides
 from tests.rollout.vllm.poisoned_sleep import poison_sleep
+from tests.whole_run import measured
 from vapo_megatron.cli.train import main
 
 __all__ = ["overrides"]
@@ -27,9 +28,9 @@ def test_a_run_by_turns_samples_and_learns_the_same(launch, overrides, tmp_path)
         more = [f"parallel.offload={name}", f"logging.run_dir={tmp_path / name}"]
         given = ["--config", str(TINY), *overrides, *each, *more]
         ended(launch(train, *given, world_size=2))
-    expected = rows(tmp_path / "false")
+    expected = measured(tmp_path / "false")
     assert [row["step"] for row in expected] == [0, 1, 2, 3, 4]
-    assert rows(tmp_path / "true") == expected
+    assert measured(tmp_path / "true") == expected
     written = tmp_path.glob("false/checkpoints/*/*/*.distcp")
     files = [p.relative_to(tmp_path / "false") for p in written]
     assert len(files) == 2 * 2 * 2  # two checkpoints, two roles, two ranks

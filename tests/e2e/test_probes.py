@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests import jsonl
 from tests.e2e.test_evaluate import OPTIONS, checkpoint, data, read
+from tests.e2e.test_run import ended
 from vapo_megatron.cli.evaluate import command as evaluate
 
 __all__ = ["checkpoint", "data"]
@@ -28,7 +30,7 @@ def evaluate_twice(out, given):
         rows.append(
             {"prompt": line["prompt"], "answer": line["answer"], "begun": begun, "task": task}
         )
-    cut.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    jsonl.write(cut, rows)
     given = [*given[:2], "--data", str(cut), *given[4:]]
     probe = ["--prefix-column", "begun", "--reflects-words", "{3},{4}"]
     return code or evaluate.main([*given, "--out", str(second), *GREEDY, *probe])
@@ -38,14 +40,12 @@ def evaluate_twice(out, given):
 def found(launch, checkpoint, data, tmp_path_factory):
     out = tmp_path_factory.mktemp("out")
     given = ["--checkpoint", str(checkpoint), "--data", str(data), *OPTIONS]
-    done = launch(evaluate_twice, str(out), given).wait()
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    return out, done.stdout
+    return out, ended(launch(evaluate_twice, str(out), given)).stdout
 
 
 def test_the_rest_is_that_of_the_whole(found):
     out, _ = found
-    rows = list(map(json.loads, (out / "cut.jsonl").read_text().splitlines()))
+    rows = jsonl.read(out / "cut.jsonl")
     wholes, rests = (read(out / f"{name}.jsonl")[1] for name in ("whole", "rest"))
     assert len(rests) == len(rows) > 5
     for row, whole, rest in zip(rows, wholes, rests, strict=True):

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_run import TINY, ended, overrides, rows  # noqa: F401
+from tests import jsonl
+from tests.e2e.test_run import TINY, ended, overrides  # noqa: F401
+from tests.whole_run import measured
 from vapo_megatron.cli.train import main
 
 RECIPES = TINY.parent / "algorithms"
@@ -21,11 +23,11 @@ ONE_RESPONSE = ("ppo", "vc_ppo", "sao", "bpco")
 def told_the_answer(given, directory):
     """The training problems with a column for the critic alone, as overrides."""
     path = next(x for x in given if x.startswith("data.train_path=")).partition("=")[2]
-    problems = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    problems = jsonl.read(Path(path))
     for problem in problems:
         problem["hinted"] = f"Answer:{problem['answer']},{problem['prompt']}"
     hinted = directory / "hinted.jsonl"
-    hinted.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    jsonl.write(hinted, problems)
     return [f"data.train_path={hinted}", "data.critic_prompt_column=hinted"]
 
 
@@ -40,7 +42,7 @@ def test_sao_one_step_off(launch, overrides, tmp_path):  # noqa: F811
         "optimizer.critic_learning_rate=5.0e-4", f"logging.run_dir={tmp_path}/run",
     ]  # fmt: skip
     ended(launch(main, given, world_size=2))
-    _, *written = rows(tmp_path / "run")
+    _, *written = measured(tmp_path / "run")
     # Step 2 begins with version 0, which step 1 did not change; step 3 with version 1.
     assert [row["rollout/lag_max"] for row in written] == [0, 0, 1, 1]
     stale = [row["rollout/effective_sample_fraction"] for row in written]
@@ -66,7 +68,7 @@ def test_three_steps(launch, overrides, tmp_path, name):  # noqa: F811
         # At the recipe's own rate, which is of another size of model, values hardly move.
         given += ["optimizer.critic_learning_rate=5.0e-4", *told_the_answer(overrides, tmp_path)]
     ended(launch(main, given))
-    _, *written = rows(tmp_path / "run")
+    _, *written = measured(tmp_path / "run")
     assert [row["step"] for row in written] == [1, 2, 3]
     has_critic = name not in ("grpo", "dr_grpo", "dapo")
     for row in written:

@@ -19,9 +19,11 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from tests import jsonl
 from tests.e2e.greedy_run import train_and_answer
 from tests.launched import SECRET, Done, Launched
 from tests.slurm_stand_in import Cluster
+from tests.whole_run import measured
 from tests.workers import free_port
 from vapo_megatron.cli.train import main
 
@@ -53,12 +55,12 @@ ON_TWO = [
     "rollout.tensor_model_parallel_size=1",
     "reward.overlong_buffer_tokens=16",
 ]
-VARYING = ("time/", "tokens_per_second", "memory/")
 
 
 def environment():
     path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    gone = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    clean = {k: v for k, v in os.environ.items() if k not in gone}
     return {**clean, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "VAPO_PYTHON": sys.executable}
 
 
@@ -67,25 +69,14 @@ def torchrun(*arguments):
     return [*start, *map(str, arguments)]
 
 
-def run(command, **more):
+def run(command, code=0, timeout=280, **more):
+    """Run a command that must end with this code, or any (None), with more variables."""
     done = subprocess.run(
-        list(map(str, command)),
-        cwd=ROOT,
-        env={**environment(), **more},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        list(map(str, command)), cwd=ROOT, env={**environment(), **more}, capture_output=True,
+        text=True, timeout=timeout,
+    )  # fmt: skip
+    assert code in (None, done.returncode), f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done
-
-
-def rows(run_dir):
-    """metrics.jsonl without what differs between two runs of the same thing."""
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [
-        {k: v for k, v in json.loads(line).items() if not k.startswith(VARYING)} for line in lines
-    ]
 
 
 def make_base(out, iterations, experts=0):
@@ -107,15 +98,14 @@ def base_model(out, iterations, experts=0):
 def overrides(tmp_path_factory):
     """A base model of 30 iterations and some problems, as overrides."""
     out = tmp_path_factory.mktemp("tiny")
-    model = base_model(out / "base", 30)
-    sizes = ("--train", "200", "--test", "24", "--seed", "0")
+    return [*SMALL, base_model(out / "base", 30), *tiny_problems(out)]
+
+
+def tiny_problems(out, train=200, test=24):
+    """Make problems of the tiny task; the overrides that name them."""
+    sizes = ("--train", train, "--test", test, "--seed", 0)
     run([sys.executable, "examples/tiny/task.py", "--out", out / "data", *sizes])
-    return [
-        *SMALL,
-        model,
-        f"data.train_path={out}/data/train.jsonl",
-        f"evaluation.path={out}/data/test.jsonl",
-    ]
+    return [f"data.train_path={out}/data/train.jsonl", f"evaluation.path={out}/data/test.jsonl"]
 
 
 def ended(launched):
@@ -155,7 +145,7 @@ def straight(request, launch, overrides, tmp_path_factory):
 
 def test_files_and_metrics(straight):
     run_dir, done = straight.out / "run", straight.done
-    written = rows(run_dir)
+    written = measured(run_dir)
     assert [r["step"] for r in written] == [0, 1, 2, 3, 4]
     assert "evaluation/avg@2" in written[0] and "evaluation/avg@2" in written[-1]
     assert "actor/loss" not in written[1], "the actor is fixed during value pretraining"
@@ -168,7 +158,7 @@ def test_files_and_metrics(straight):
     for name in ("config.yaml", "report.html", "checkpoints/latest", "rollouts/step_000002.jsonl"):
         assert (run_dir / name).stat().st_size > 0, name
     assert list((run_dir / "tensorboard").iterdir())
-    problems = map(json.loads, (run_dir / "problems.jsonl").read_text().splitlines())
+    problems = jsonl.read(run_dir / "problems.jsonl")
     for row, went in zip(written[1:], problems, strict=True):
         assert went["step"] == row["step"] and went["group_size"] == 8
         assert sum(went["correct"]) == round(32 * row["reward/correct_fraction"])
@@ -177,7 +167,7 @@ def test_files_and_metrics(straight):
         for group in map(json.loads, kept):
             right = sum(r["status"] == "correct" for r in group["responses"])
             assert correct[group["prompt_index"]] == right
-    held_out = map(json.loads, (run_dir / "held_out.jsonl").read_text().splitlines())
+    held_out = jsonl.read(run_dir / "held_out.jsonl")
     for row, went in zip((written[0], written[-1]), held_out, strict=True):
         assert (went["step"], went["group_size"]) == (row["step"], 2)
         assert went["problems"] == list(range(24))
@@ -233,7 +223,7 @@ def test_the_export_gives_the_trained_engines_answers(straight):
 
 def texts(file):
     """A step's groups without what is told of each token."""
-    groups = [json.loads(line) for line in file.read_text().splitlines()]
+    groups = jsonl.read(file)
     for group in groups:
         for response in group["responses"]:
             response.pop("tokens", None)
@@ -254,14 +244,14 @@ def test_a_replay_started_by_the_recipe_repeats_the_run_bit_by_bit(straight, tmp
     config = (again / "config.yaml").read_text()
     assert "sequence_parallel: true" in config and "recompute: full" in config
     assert "step 4/4" in done.stdout
-    first, *expected = rows(original)
+    first, *expected = measured(original)
     assert all(name == "step" or name.startswith("evaluation/") for name in first)
     for row in expected:
         # A replay neither samples nor evaluates nor feeds a sampler.
         absent = ("evaluation/", "sync/", "rollout/groups_", "rollout/sampl")
         for name in [name for name in row if name.startswith(absent)]:
             del row[name]
-    assert rows(again)[1:] == expected
+    assert measured(again)[1:] == expected
     # Parameters and optimizers of both roles after four steps.
     names = [p.relative_to(original) for p in original.glob("checkpoints/step_*/*/*.distcp")]
     assert len(names) >= 4
@@ -291,7 +281,7 @@ def test_a_killed_run_goes_on(launch, straight, tmp_path):
     assert latest.read_text() in ("step_000001", "step_000002", "step_000003")
     done = ended(launch(main, given, world_size=2))
     assert "resumed" in done.stdout
-    assert rows(run_dir) == rows(straight.out / "run"), "as if it had never been killed"
+    assert measured(run_dir) == measured(straight.out / "run"), "as if it had never been killed"
     again = ended(launch(main, given, world_size=2))
     assert "step 4/4" not in again.stdout, "a finished run has nothing left to do"
 
@@ -313,7 +303,7 @@ def test_the_32b_recipe_starts_both_ways(way, overrides, tmp_path):
         run(torchrun(RECIPE, *arguments))
     config = (tmp_path / "run/config.yaml").read_text()
     assert "sequence_parallel: true" in config and "recompute: full" in config
-    written = rows(tmp_path / "run")
+    written = measured(tmp_path / "run")
     assert [r["step"] for r in written] == [0, 1, 2]
     assert written[-1]["rollout/logprob_diff_max"] < 1e-4
     assert (tmp_path / "run/hf_export/model.safetensors").exists()
@@ -326,7 +316,7 @@ def test_the_05b_recipe_trains_in_one_process(overrides, tmp_path):
     recipe = ROOT / "examples/run_vapo_qwen0.5b.sh"
     arguments.append(f"logging.run_dir={tmp_path}/run")
     run(["bash", recipe, *arguments], MASTER_PORT=str(free_port()))
-    assert [r["step"] for r in rows(tmp_path / "run")] == [0, 1, 2]
+    assert [r["step"] for r in measured(tmp_path / "run")] == [0, 1, 2]
 
 
 @pytest.mark.slow
@@ -345,10 +335,10 @@ def test_two_nodes_train_under_slurm(overrides, tmp_path):
     job.send_signal(signal.SIGUSR1)
     assert job.wait(timeout=250) == 0, cluster.log(0)[-3000:]
     assert cluster.requeued
-    assert [r["step"] for r in rows(tmp_path / "run")] == [0, 1], "it stops after its step"
+    assert [r["step"] for r in measured(tmp_path / "run")] == [0, 1], "it stops after its step"
     assert "stopped by SIGUSR1 after step 1" in cluster.log(0)
     assert cluster.submit(*arguments).wait(timeout=250) == 0, cluster.log(0)[-3000:]
-    assert [r["step"] for r in rows(tmp_path / "run")] == [0, 1, 2]
+    assert [r["step"] for r in measured(tmp_path / "run")] == [0, 1, 2]
     assert "step 2/2" in cluster.log(0) and "error" not in cluster.log(1)
 
 
@@ -356,17 +346,11 @@ def test_two_nodes_train_under_slurm(overrides, tmp_path):
 def test_an_answer_that_cannot_be_read_is_named_before_the_run(overrides, tmp_path):
     problems = tmp_path / "bad.jsonl"
     rows = [{"prompt": "Qa1b+1=", "answer": a} for a in ("2", "3", "???", "4")]
-    problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    jsonl.write(problems, rows)
     code = "import sys; from vapo_megatron.cli.train import main; c = main(); "
     code += "assert 'vllm' not in sys.modules, 'seconds were lost'; sys.exit(c)"
-    done = subprocess.run(
-        [
-            sys.executable, "-c", code, "--config", str(TINY), *overrides,
-            "parallel.world_size=1", "parallel.tensor_model_parallel_size=1",
-            f"data.train_path={problems}", f"logging.run_dir={tmp_path}/run",
-        ],
-        cwd=ROOT, env=environment(), capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 2, done.stderr[-2000:]
+    more = ["parallel.world_size=1", "parallel.tensor_model_parallel_size=1"]
+    more += [f"data.train_path={problems}", f"logging.run_dir={tmp_path}/run"]
+    done = run([sys.executable, "-c", code, "--config", TINY, *overrides, *more], code=2)
     assert "row 2" in done.stderr and "'???'" in done.stderr
     assert "Traceback" not in done.stderr

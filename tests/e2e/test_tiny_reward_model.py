@@ -13,6 +13,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen2ForSequenceClassification
 
+from tests import jsonl
+from tests.cut import batch_of
+
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
 sys.path.insert(0, str(TINY))
 
@@ -102,10 +105,7 @@ def test_transformers_and_the_critic_read_the_same_values(reward_model, base, wo
 
 def critic_values(base, reward_model, some):
     """V before each response token, of the trainer's critic; a worker's function."""
-    from itertools import accumulate
-
     from vapo_megatron.config import VapoConfig
-    from vapo_megatron.data.batch import RolloutBatch
     from vapo_megatron.data.microbatch import make_microbatch
     from vapo_megatron.models.hf_config import read_model_shape
     from vapo_megatron.parallel import groups
@@ -115,19 +115,10 @@ def critic_values(base, reward_model, some):
     config = VapoConfig.model_validate({"model": {**paths, "dtype": "float32"}})
     place = groups.initialize(config.parallel)
     critic = Critic(read_model_shape(base), config, place, config.model.critic_hf_path)
-    count, tokens = len(some), [len(s.response) for s in some]
-    whole = [len(s.prompt) + len(s.response) for s in some]
-    batch = RolloutBatch(
-        tokens=torch.tensor([i for s in some for i in s.prompt + s.response]),
-        sequence_cu_seqlens=torch.tensor([0, *accumulate(whole)], dtype=torch.int32),
-        cu_seqlens=torch.tensor([0, *accumulate(tokens)], dtype=torch.int32),
-        positions=torch.arange(count),
-        rewards=torch.ones(count),
-        is_correct=torch.ones(count, dtype=torch.bool),
-        truncated=torch.zeros(count, dtype=torch.bool),
-        rollout_logprobs=torch.zeros(sum(tokens)),
-        loss_mask=torch.ones(sum(tokens), dtype=torch.bool),
-    )
+    sequences = [s.prompt + s.response for s in some]
+    responses = [len(s.response) for s in some]
+    tokens = torch.tensor([i for sequence in sequences for i in sequence])
+    batch = batch_of(tokens, list(map(len, sequences)), responses)
     return critic.compute_values([make_microbatch(batch)])
 
 
@@ -184,8 +175,8 @@ def test_a_run_whose_rewards_are_its_scores(launch, base, reward_model, tmp_path
     held_out = tmp_path / "test.jsonl"
     task.write_jsonl(tmp_path / "train.jsonl", task.training_problems(40, 0))
     task.write_jsonl(held_out, task.test_problems(6, 0))
-    rows_of_file = map(json.loads, held_out.read_text().splitlines())
-    held_out.write_text("".join(json.dumps({**r, "verifier": "math"}) + "\n" for r in rows_of_file))
+    rows_of_file = jsonl.read(held_out)
+    jsonl.write(held_out, ({**r, "verifier": "math"} for r in rows_of_file))
     given = [
         "--config", str(TINY_CONFIG), *SMALL, f"model.hf_path={base}",
         f"model.reward_hf_path={reward_model}", "reward.verifier=reward_model",
@@ -194,9 +185,7 @@ def test_a_run_whose_rewards_are_its_scores(launch, base, reward_model, tmp_path
         "algorithm.policy_steps=2", "logging.dump_steps=3", f"logging.run_dir={tmp_path}/run",
     ]  # fmt: skip
     ended(launch(main, given, world_size=2))
-    first, *steps = [
-        json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
-    ]
+    first, *steps = jsonl.read(tmp_path / "run/metrics.jsonl")
     assert [row["step"] for row in steps] == [1, 2, 3] and "evaluation/avg@2" in first
     model = Qwen2ForSequenceClassification.from_pretrained(str(reward_model)).eval()
     for row in steps:

@@ -5,17 +5,18 @@ exercised: a GPU.
 """
 
 import itertools
-import json
 import math
 import re
 import sys
 from pathlib import Path
 
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import Regex, pre_tokenizers
 
-from tests.e2e.test_evaluate import killed, read, run
+from tests import jsonl
+from tests.e2e.test_evaluate import killed, read
+from tests.e2e.test_run import ended, run
+from tests.rollout.tiny_tokenizer import SPECIAL, write_words
 from tests.weights.tiny_hf import write_tiny_hf
 from vapo_megatron.cli.evaluate import command as evaluate
 from vapo_megatron.cli.trajectories import command as trajectories
@@ -33,7 +34,7 @@ KEYWORDS = ("Wait", "Hm mm")
 
 
 WORDS = [
-    "<unk>", "<s>", "</s>", "\n\n", "\n\n\n", "\n\n\n\n", "\n \n", "Wait", "Wait,", "Wait!",
+    *SPECIAL, "\n\n", "\n\n\n", "\n\n\n\n", "\n \n", "Wait", "Wait,", "Wait!",
     "Wait ", "Hm", " mm", " w", "\\boxed{0}", "\\boxed{1}", "\\boxed{2}",
 ]  # fmt: skip
 """The stop token's id is 2."""
@@ -43,15 +44,8 @@ WORDS = [
 def checkpoint(tmp_path_factory):
     path = tmp_path_factory.mktemp("base") / "model"
     write_tiny_hf(path, num_layers=2, heads=2, kv_heads=2, vocab=len(WORDS))
-    vocabulary = {word: i for i, word in enumerate(WORDS)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     longest_first = "|".join(map(re.escape, sorted(WORDS[3:], key=len, reverse=True)))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(longest_first), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>"
-    ).save_pretrained(path)
-    return path
+    return write_words(path, WORDS, pre_tokenizers.Split(Regex(longest_first), "isolated"))
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +55,7 @@ def data(tmp_path_factory):
         {"prompt": " w" * (i + 1), "answer": str(i % 3), "kind": f"kind {i}"}
         for i in range(NUM_PROBLEMS)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    jsonl.write(path, rows)
     return path
 
 
@@ -95,8 +89,7 @@ def all_of_it(out, checkpoint, data):
 @pytest.fixture(scope="module")
 def found(launch, checkpoint, data, tmp_path_factory):
     out = tmp_path_factory.mktemp("out")
-    done = launch(all_of_it, str(out), str(checkpoint), str(data)).wait()
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    done = ended(launch(all_of_it, str(out), str(checkpoint), str(data)))
     assert "[0, 0, 0, 0]" in done.stdout, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return out, done.stdout
 
@@ -161,8 +154,8 @@ def test_revised_responses_are_right_and_go_on_from_prefixes(found, checkpoint):
 
 def test_what_is_written_is_data_with_responses(found, data):
     out, _ = found
-    rows = list(map(json.loads, (out / "revised.jsonl").read_text().splitlines()))
-    source = list(map(json.loads, data.read_text().splitlines()))
+    rows = jsonl.read(out / "revised.jsonl")
+    source = jsonl.read(data)
     _, after = read(out / "revised.samples.jsonl")
     kept = [
         (source[line["prompt_index"]], r)

@@ -1,15 +1,22 @@
 """Episodes as the tests beside this play them."""
 
+import contextlib
 import time
 
 from vapo_megatron.environments.play import Play
 
+TOOLS = "vapo_megatron.environments.tools:Tools"
 
-def play(environment, options=(), *, at_once=8, memory_bytes=4 * 10**8, full_score=None):
-    return Play(
-        "own", environment, dict(options), at_once=at_once, timeout_seconds=60.0,
-        memory_bytes=memory_bytes, max_characters=1000, full_score=full_score,
-    )  # fmt: skip
+
+def play(environment, options=(), *, name="own", **more):
+    """Up to eight episodes. name: of the environment, in messages; more: in place of limits."""
+    limits = {"at_once": 8, "timeout_seconds": 60.0, "memory_bytes": 4 * 10**8}
+    return Play(name, environment, dict(options), **{**limits, **more})
+
+
+def started(environment, options=(), **more):
+    """The same for a with statement, which closes it."""
+    return contextlib.closing(play(environment, options, **more))
 
 
 def answers(playing, *keys):

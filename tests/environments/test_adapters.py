@@ -6,6 +6,7 @@ cache directory; without a package index and without them the tests fail and say
 Not exercised: tasks of these that download data, search or run programs of the policy's.
 """
 
+import contextlib
 import os
 import random
 import re
@@ -17,9 +18,8 @@ import time
 import pytest
 
 from tests.environments.packages import GEM, OPENENV, SKYRL_GYM, installed
-from tests.environments.playing import answers
+from tests.environments.playing import answers, started
 from vapo_megatron.environments.named import resolve
-from vapo_megatron.environments.play import Play
 from vapo_megatron.reward.verifier import Problem
 
 pytestmark = pytest.mark.slow
@@ -28,19 +28,15 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def play(request, monkeypatch):
     """Make a Play of a built-in environment, with packages that its processes find."""
-    made = []
+    with contextlib.ExitStack() as stack:
 
-    def make(name, options, pins=()):
-        if pins:
-            monkeypatch.syspath_prepend(installed(request.config, name, pins))
-        made.append(
-            Play(name, resolve(name), options, at_once=4, timeout_seconds=60.0, memory_bytes=10**9)
-        )
-        return made[-1]
+        def make(name, options, pins=()):
+            if pins:
+                monkeypatch.syspath_prepend(installed(request.config, name, pins))
+            made = started(resolve(name), options, name=name, memory_bytes=10**9)
+            return stack.enter_context(made)
 
-    yield make
-    for each in made:
-        each.close()
+        yield make
 
 
 def begun(playing, problem, seed=0):

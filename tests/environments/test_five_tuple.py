@@ -3,13 +3,14 @@
 Not exercised: GEM's games, which test_adapters.py downloads.
 """
 
+import contextlib
+
 import gymnasium
 import pytest
 
-from tests.environments.playing import answers
+from tests.environments.playing import answers, started
 from vapo_megatron.environments.five_tuple import FiveTuple
 from vapo_megatron.environments.named import resolve
-from vapo_megatron.environments.play import Play
 from vapo_megatron.reward.verifier import Problem
 
 MODULE = "tests.environments.text_environments"
@@ -18,20 +19,9 @@ MODULE = "tests.environments.text_environments"
 @pytest.fixture
 def play():
     """Make a Play of the built-in environment `gymnasium`."""
-    made = []
-
-    def make(**options):
-        made.append(
-            Play(
-                "gymnasium", resolve("gymnasium"), options, at_once=4, timeout_seconds=60.0,
-                memory_bytes=4 * 10**8,
-            )
-        )  # fmt: skip
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
+    name = "gymnasium"
+    with contextlib.ExitStack() as stack:
+        yield lambda **options: stack.enter_context(started(resolve(name), options, name=name))
 
 
 PROBLEM = Problem("Guess.", "7", {"level": 3})

@@ -10,7 +10,7 @@ import resource
 import pytest
 
 from tests.environments import own_environments
-from tests.environments.playing import answers, closed, play
+from tests.environments.playing import answers, closed, play, started
 from tests.sandbox import limits
 from tests.sandbox.marked import gone, marked
 from vapo_megatron.environments.step import CUT
@@ -110,7 +110,7 @@ def test_each_costs_its_own_episode(monkeypatch, tmp_path, capfd):
     names = [*FAILURES, *OBSERVATIONS]
     own_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     monkeypatch.chdir(tmp_path)
-    playing = play(f"{MODULE}:Hostile")
+    playing = play(f"{MODULE}:Hostile", max_characters=1000)
     playing.check()
     gc.collect()  # What other tests have left.
     files = len(os.listdir("/proc/self/fd"))
@@ -151,8 +151,7 @@ def test_each_costs_its_own_episode(monkeypatch, tmp_path, capfd):
 
 
 def test_one_that_vanishes_between_two_turns(monkeypatch):
-    playing = play(f"{MODULE}:Hostile")
-    try:
+    with started(f"{MODULE}:Hostile", max_characters=1000) as playing:
         playing.begin("a", Problem(""), 0)
         answers(playing, "a")
         playing.act("a", "vanishes_later")
@@ -161,20 +160,15 @@ def test_one_that_vanishes_between_two_turns(monkeypatch):
             playing.act("a", "well")
             found = answers(playing, "a")["a"]
         assert found.failed and found.note == DIED
-    finally:
-        playing.close()
 
 
 @pytest.mark.parametrize("kind", ["class", "function"])
 def test_one_that_is_never_built(kind, capfd):
     never = own_environments.NeverBuilt
-    playing = play(never if kind == "class" else lambda: own_environments.NoReset())
-    try:
+    with started(never if kind == "class" else lambda: own_environments.NoReset()) as playing:
         for key in range(3):
             playing.begin(key, Problem(""), 0)
         notes = {played.note for played in answers(playing, 0, 1, 2).values()}
-    finally:
-        playing.close()
     assert (
         notes
         == {

@@ -3,14 +3,13 @@
 Not exercised: hostile ones (test_hostile.py); what of a step is refused (test_step.py).
 """
 
-import contextlib
 import random
 import threading
 
 import pytest
 
 from tests.environments import own_environments
-from tests.environments.playing import answers, closed, play
+from tests.environments.playing import answers, closed, play, started
 from tests.sandbox import limits
 from vapo_megatron.environments.play import Played
 from vapo_megatron.errors import ConfigError
@@ -18,15 +17,6 @@ from vapo_megatron.reward.verifier import Problem, Verdict
 
 MODULE = "tests.environments.own_environments"
 PROBLEM = Problem("A number.", "7")
-
-
-@contextlib.contextmanager
-def started(environment, *args, **settings):
-    playing = play(environment, *args, **settings)
-    try:
-        yield playing
-    finally:
-        playing.close()
 
 
 def timeless(played):

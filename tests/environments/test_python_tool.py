@@ -12,10 +12,9 @@ import time
 import psutil
 import pytest
 
-from tests.environments.playing import answers, closed
+from tests.environments.playing import TOOLS, answers, closed, play, started
 from tests.reward.hostile_programs import ATTEMPT, ATTEMPTS, SEARCH, SEARCHES
 from tests.sandbox import limits
-from vapo_megatron.environments.play import Play
 from vapo_megatron.environments.python_tool import PythonTool
 from vapo_megatron.environments.tool_calls import Call
 from vapo_megatron.reward.verifier import Problem
@@ -50,10 +49,8 @@ def episode():
         "parser": f"{__name__}:programs",
         "python": {"seconds": 2.0, "memory_gb": 0.5, "max_output_characters": 1000},
     }
-    playing = Play(
-        "tools", "vapo_megatron.environments.tools:Tools", options, at_once=1,
-        timeout_seconds=120.0, memory_bytes=10**9,
-    )  # fmt: skip
+    patient = {"at_once": 1, "timeout_seconds": 120.0, "memory_bytes": 10**9}
+    playing = play(TOOLS, options, name="tools", **patient)
     playing.begin("a", Problem("", ANSWER), 0)
     answers(playing, "a")
 
@@ -87,11 +84,7 @@ def sandboxes():
 def test_a_program_that_outlives_the_call_ends_with_its_episode(monkeypatch):
     limits.limit(monkeypatch, 3.0, "sleep")
     options = {"tools": ["python"], "parser": f"{__name__}:programs"}
-    playing = Play(
-        "tools", "vapo_megatron.environments.tools:Tools", options, at_once=1, timeout_seconds=60.0,
-        memory_bytes=10**9,
-    )  # fmt: skip
-    try:
+    with started(TOOLS, options, name="tools", at_once=1, memory_bytes=10**9) as playing:
         playing.begin("a", Problem(""), 0)
         answers(playing, "a")
         playing.act("a", "import time; time.sleep(60)")
@@ -105,8 +98,6 @@ def test_a_program_that_outlives_the_call_ends_with_its_episode(monkeypatch):
         while sandboxes() and time.monotonic() < end:
             time.sleep(0.1)
         assert sandboxes() == []
-    finally:
-        playing.close()
 
 
 @pytest.mark.parametrize(

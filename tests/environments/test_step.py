@@ -1,12 +1,11 @@
 """What a step may be, rule by rule. Not exercised: how it travels (test_play.py)."""
 
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
+from tests.alone import loaded_by
 from vapo_megatron.environments import Step
 from vapo_megatron.environments.step import CUT, checked, text
 from vapo_megatron.reward.functions import WrongReturn
@@ -91,6 +90,4 @@ def test_a_text_as_long_as_allowed_is_whole():
 
 
 def test_an_environments_process_loads_no_torch():
-    code = "from vapo_megatron.environments import Step; import sys; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
+    assert loaded_by("from vapo_megatron.environments import Step", ("torch",)) == []

@@ -73,7 +73,11 @@ def test_hermes(action, calls):
     ],
 )  # fmt: skip
 def test_what_hermes_cannot_read(action, wrong):
-    found = [call.wrong for call in hermes(action)]
+    assert_wrong(hermes(action), wrong)
+
+
+def assert_wrong(calls, wrong):
+    found = [call.wrong for call in calls]
     assert len(found) == len(wrong)
     for each, beginning in zip(found, wrong, strict=True):
         assert each.startswith(beginning) and bool(each) == bool(beginning)
@@ -124,10 +128,7 @@ def test_llama3_json(action, calls):
     ],
 )
 def test_what_llama3_json_cannot_read(action, wrong):
-    found = [call.wrong for call in llama3_json(action)]
-    assert len(found) == len(wrong)
-    for each, beginning in zip(found, wrong, strict=True):
-        assert each.startswith(beginning) and bool(each) == bool(beginning)
+    assert_wrong(llama3_json(action), wrong)
 
 
 @pytest.mark.parametrize("text", ["<tool_call>", "<tool_call>{", "<tool_call>{</tool_call>"])

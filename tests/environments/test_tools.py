@@ -5,15 +5,13 @@ Not exercised: the forms of a call (test_tool_calls.py), the built-in tools them
 """
 
 import json
-import subprocess
-import sys
 
 import pytest
 
+from tests.alone import loaded_by
 from tests.environments import own_tools
-from tests.environments.playing import answers
+from tests.environments.playing import TOOLS, answers, play, started
 from tests.sandbox import limits
-from vapo_megatron.environments.play import Play
 from vapo_megatron.environments.step import CUT
 from vapo_megatron.environments.tool_schemas import Tool
 from vapo_megatron.environments.tools import MAX_ERROR_CHARACTERS, Tools, result_text
@@ -30,16 +28,9 @@ LIMIT = 2000
 def playing():
     """Episodes of the tools in own_tools.py."""
     options = {"tools": NAMES, "max_calls": 3, "max_result_characters": LIMIT}
-    playing = play(options)
+    playing = play(TOOLS, options, name="tools")
     yield playing
     playing.close()
-
-
-def play(options):
-    return Play(
-        "tools", "vapo_megatron.environments.tools:Tools", options, at_once=4, timeout_seconds=60.0,
-        memory_bytes=4 * 10**8,
-    )  # fmt: skip
 
 
 def call(name, arguments, **more):
@@ -194,12 +185,9 @@ def test_llama3_json_and_a_parser_of_ones_own():
         (llama, '{"name": "add", "parameters": {"a": 2}}', ["3"]),
         (own, "<do>none</do><do>true</do>", ["null", "true"]),
     ):
-        playing = play(options)
-        try:
+        with started(TOOLS, options, name="tools") as playing:
             assert contents(playing, action) == results
             assert acted(playing, "Done.")[0].done
-        finally:
-            playing.close()
 
 
 def test_schemas_reach_the_run(playing):
@@ -224,14 +212,9 @@ def test_schemas_reach_the_run(playing):
 
 
 def test_an_environment_without_tools_has_no_schemas():
-    playing = Play(
-        "own", "tests.environments.own_environments:GuessTheNumber", {}, at_once=1,
-        timeout_seconds=60.0, memory_bytes=4 * 10**8,
-    )  # fmt: skip
-    try:
+    environment = "tests.environments.own_environments:GuessTheNumber"
+    with started(environment) as playing:
         assert playing.schemas() == []
-    finally:
-        playing.close()
 
 
 class OwnSchemas:
@@ -256,13 +239,8 @@ def test_an_environment_of_ones_own_may_have_schemas(kind):
         given, options = (
             (OwnSchemas, {"found": found}) if kind == "class" else (OwnSchemas(found), {})
         )
-        playing = Play(
-            "own", given, options, at_once=1, timeout_seconds=60.0, memory_bytes=4 * 10**8
-        )
-        try:
+        with started(given, options) as playing:
             return playing.schemas()
-        finally:
-            playing.close()
 
     assert schemas([{"name": "f"}]) == [{"name": "f"}]
     with pytest.raises(ConfigError, match="schemas returned 'f', not a list of dicts"):
@@ -303,15 +281,13 @@ def test_what_is_refused_at_loading(options, message):
 
 
 def test_what_is_refused_is_the_users_mistake():
-    playing = play({"tools": [f"{MODULE}:no_hint"]})
     due = (
         "tools cannot be loaded: ValueError: the tool .*no_hint: Argument a is missing a type hint"
     )
-    try:
+    no_hint = {"tools": [f"{MODULE}:no_hint"]}
+    with started(TOOLS, no_hint, name="tools") as playing:
         with pytest.raises(ConfigError, match=due):
             playing.check()
-    finally:
-        playing.close()
 
 
 def test_results_and_arguments_without_a_process():
@@ -324,9 +300,8 @@ def test_results_and_arguments_without_a_process():
 
 
 def test_tools_load_without_torch():
-    code = (
-        "import sys; from vapo_megatron.environments.tools import Tools; "
-        "Tools(['calculator', 'python']).schemas(); print('torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
+    code = """
+        from vapo_megatron.environments.tools import Tools
+        Tools(["calculator", "python"]).schemas()
+    """
+    assert loaded_by(code, ("torch",)) == []

@@ -12,6 +12,7 @@ from importlib import metadata
 import pytest
 import torch
 
+from tests.alone import loaded_by
 from tools import gpu_smoke
 from tools.smoke.report import MEANINGS, Row, judged, markdown, write_report
 
@@ -128,10 +129,7 @@ def test_missing_packages_are_named(monkeypatch, capsys):
 
 def test_the_tool_itself_needs_nothing():
     """It can say what is missing without torch, numpy or any other package."""
-    code = "import tools.gpu_smoke, sys; print([m for m in ('torch', 'numpy', 'yaml', 'pydantic') "
-    code += "if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert loaded_by("import tools.gpu_smoke", ("torch", "numpy", "yaml", "pydantic")) == []
 
 
 def test_the_table():

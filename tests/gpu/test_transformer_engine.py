@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.dumped import MODEL
 from tests.gpu import te_jobs, te_site
 from tests.models.built import write_hf
 from tests.parallel.training import Layout, run_layout
@@ -165,8 +166,7 @@ def check_updates(found, wanted):
 @pytest.mark.parametrize("layout,dtype", FROZEN.values(), ids=FROZEN)
 def test_frozen_attention_offload_and_resume(engine, tmp_path, layout, dtype):
     """The first norm, which lies with the frozen projection, learns."""
-    sizes = dict(num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
-    hf = str(write_tiny_hf(tmp_path / "hf", **sizes))
+    hf = str(write_tiny_hf(tmp_path / "hf", **MODEL))
     root = tmp_path / "checkpoints"
     engine.run(2, te_jobs.learn_with_frozen_attention, hf, root, layout, dtype)
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.parallel.training import recompute_fields
+from tests.layouts import Layout, parallel_fields
 from tests.weights.tiny_hf import write_tiny_hf
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.models.build import build_model
@@ -22,17 +22,6 @@ from vapo_megatron.parallel.groups import Ranks
 from megatron.core.packed_seq_params import PackedSeqParams
 
 
-class Layout(NamedTuple):
-    tp: int = 1
-    pp: int = 1
-    vpp: int | None = None
-    sp: bool = False
-
-    @property
-    def world_size(self) -> int:
-        return self.tp * self.pp
-
-
 class Built(NamedTuple):
     chunks: list[Any]
     shape: ModelShape
@@ -40,19 +29,11 @@ class Built(NamedTuple):
     ranks: Ranks
 
 
-def make_config(layout: Layout, world_size: int, recompute: str, **model: Any) -> VapoConfig:
+def make_config(layout: Layout, world_size: int, **model: Any) -> VapoConfig:
     return VapoConfig.model_validate(
         {
             "model": {"dtype": "float32", "make_vocab_size_divisible_by": 64, **model},
-            "parallel": {
-                "world_size": world_size,
-                "tensor_model_parallel_size": layout.tp,
-                "pipeline_model_parallel_size": layout.pp,
-                "virtual_pipeline_model_parallel_size": layout.vpp,
-                "sequence_parallel": layout.sp,
-                **recompute_fields(recompute),
-                "use_distributed_optimizer": False,
-            },
+            "parallel": parallel_fields(layout, world_size=world_size),
         }
     )
 
@@ -62,12 +43,11 @@ def build(
     layout: Layout,
     role: str = "actor",
     *,
-    recompute: str = "none",
     device: str | None = None,
     **model: Any,
 ) -> Built:
     """Build with random weights. Process groups are made once per job."""
-    config = make_config(layout, dist.get_world_size(), recompute, **model)
+    config = make_config(layout, dist.get_world_size(), **model)
     try:
         ranks = groups.current()
     except AssertionError:

@@ -150,7 +150,7 @@ def test_a_critic_is_untied_across_a_pipeline(tmp_path, workers):
 def gradients(hf_path, recompute):
     """Return the gradients, and how often each kind of module ran forward in the whole pass."""
     torch.manual_seed(0)
-    model = build(hf_path, Layout(), recompute=recompute)
+    model = build(hf_path, Layout(recompute=recompute))
     (chunk,) = model.chunks
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -185,7 +185,7 @@ def test_recompute_changes_no_gradient(tmp_path, workers):
 
 def test_settings(tmp_path):
     shape = read_model_shape(write_hf(tmp_path, {"rms_norm_eps": 1e-5}))
-    config = make_config(Layout(), 1, "none")
+    config = make_config(Layout(), 1)
     settings = transformer_config(shape, config.model, config.parallel)
     assert settings.hidden_dropout == settings.attention_dropout == 0
     assert settings.layernorm_epsilon == 1e-5 and settings.normalization == "RMSNorm"
@@ -199,7 +199,7 @@ def test_settings(tmp_path):
 
 def test_settings_of_a_virtual_pipeline_in_bfloat16(tmp_path):
     shape = read_model_shape(write_hf(tmp_path))
-    config = make_config(Layout(pp=2, vpp=2), 2, "full", dtype="bfloat16")
+    config = make_config(Layout(pp=2, vpp=2, recompute="full"), 2, dtype="bfloat16")
     settings = transformer_config(shape, config.model, config.parallel)
     assert (settings.overlap_p2p_comm, settings.batch_p2p_comm) == (True, False)
     assert settings.virtual_pipeline_model_parallel_size == 2
@@ -209,7 +209,7 @@ def test_settings_of_a_virtual_pipeline_in_bfloat16(tmp_path):
 
 def test_a_virtual_pipeline_of_one_chunk_is_none(tmp_path):
     shape = read_model_shape(write_hf(tmp_path))
-    config = make_config(Layout(pp=2, vpp=1), 2, "none")
+    config = make_config(Layout(pp=2, vpp=1), 2)
     settings = transformer_config(shape, config.model, config.parallel)
     assert settings.virtual_pipeline_model_parallel_size is None
     assert not settings.overlap_p2p_comm
@@ -227,7 +227,7 @@ def test_a_virtual_pipeline_of_one_chunk_is_none(tmp_path):
 def test_sends_between_stages(tmp_path, vpp, batched, expected):
     """(overlap_p2p_comm, batch_p2p_comm); a pipeline without virtual stages cannot overlap."""
     shape = read_model_shape(write_hf(tmp_path))
-    config = make_config(Layout(pp=2, vpp=vpp), 2, "none")
+    config = make_config(Layout(pp=2, vpp=vpp), 2)
     parallel = config.parallel.model_copy(update={"batch_p2p_comm": batched})
     settings = transformer_config(shape, config.model, parallel)
     assert (settings.overlap_p2p_comm, settings.batch_p2p_comm) == expected
@@ -235,6 +235,6 @@ def test_sends_between_stages(tmp_path, vpp, batched, expected):
 
 def test_transformer_engine_must_be_there(tmp_path):
     shape = read_model_shape(write_hf(tmp_path))
-    config = make_config(Layout(), 1, "none", layer_spec="transformer_engine")
+    config = make_config(Layout(), 1, layer_spec="transformer_engine")
     with pytest.raises(ConfigError, match="model.layer_spec=transformer_engine, but it is not"):
         transformer_config(shape, config.model, config.parallel)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from tests.cut import select
+from tests.cut import batch_of, select
 from tests.models.built import Layout, build, write_hf
 from tests.models.float64 import load_float64
 from tests.parallel import training
@@ -50,24 +50,11 @@ GRADIENTS = 5e-6
 
 def batch():
     """Sequences whose first token is the prompt."""
-    from vapo_megatron.data.batch import RolloutBatch
-
-    generator = torch.Generator().manual_seed(3)
-    lengths = torch.tensor([0, *LENGTHS])
-    count, size = len(LENGTHS), sum(LENGTHS) - len(LENGTHS)
-    return RolloutBatch(
-        tokens=torch.randint(VOCAB, (sum(LENGTHS),), generator=generator),
-        sequence_cu_seqlens=lengths.cumsum(0).int(),
-        cu_seqlens=(lengths.cumsum(0) - torch.arange(count + 1)).int(),
-        positions=torch.arange(count),
-        rewards=torch.zeros(count),
-        is_correct=torch.zeros(count, dtype=torch.bool),
-        truncated=torch.zeros(count, dtype=torch.bool),
-        rollout_logprobs=torch.zeros(size),
-        loss_mask=torch.ones(size),
-        # The loss is sum(weights * logits); each token carries the seed of its weights.
-        advantages=torch.arange(size).float(),
-    )
+    tokens = torch.randint(VOCAB, (sum(LENGTHS),), generator=torch.Generator().manual_seed(3))
+    lengths = torch.tensor(LENGTHS)
+    # The loss is sum(weights * logits); each token carries the seed of its weights.
+    seeds = torch.arange(int((lengths - 1).sum())).float()
+    return batch_of(tokens, lengths, lengths - 1, advantages=seeds)
 
 
 def weights_of(advantages):

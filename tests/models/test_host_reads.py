@@ -22,7 +22,7 @@ TOKENS, LAYERS, HIDDEN = 39, 4, 64
 
 def saved_bytes(hf_path, recompute):
     """Bytes that the forward pass keeps for the backward pass, each storage once; no parameters."""
-    (chunk,) = build(hf_path, Layout(), recompute=recompute, dtype="bfloat16").chunks
+    (chunk,) = build(hf_path, Layout(recompute=recompute), dtype="bfloat16").chunks
     own = {p.untyped_storage()._cdata for p in chunk.parameters()}
     kept = {}
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from tests.models.built import Layout, build, call, write_hf
+from tests.weights.tiny_hf import FAMILIES
 from vapo_megatron.models.build import gather_hidden, output_weight
 from vapo_megatron.models.value_head import values_of
 from vapo_megatron.weights import layout as weight_layout
@@ -138,15 +139,7 @@ SETTINGS = {
     },
     "norm epsilon": {"rms_norm_eps": 1e-2},
     "linear rope": {"rope_scaling": {"type": "linear", "factor": 4.0}},
-    "llama3 rope": {
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        }
-    },
+    "llama3 rope": {"rope_scaling": FAMILIES["llama"]["rope_scaling"]},
     "yarn rope": {
         "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
     },

@@ -6,24 +6,19 @@ distributed test shows that the translated megatron-core computes correctly.
 
 import ast
 import importlib.util
-import subprocess
 import sys
-import textwrap
 import warnings
 
 import pytest
 import torch
 
+from tests.alone import printed_by
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.parallel import backend, cpu_cuda, megatron_on_cpu
 
 
 def run_python(code):
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+    return printed_by(code).split()
 
 
 def translate(source):

@@ -5,12 +5,11 @@ Not exercised: CUDA and NCCL, which read them.
 
 import os
 import stat
-import subprocess
-import sys
 import tempfile
 
 import pytest
 
+from tests.alone import printed_by
 from vapo_megatron.parallel import environment
 
 
@@ -31,8 +30,7 @@ def test_every_process_has_the_defaults_before_torch_is_loaded(unset):
     code = "import os, sys, {}; print(os.environ['NCCL_NVLS_ENABLE'], 'torch' in sys.modules)"
     # The launcher, and what a worker imports first.
     for module in ("vapo_megatron.cli.launch", "vapo_megatron.cli.train"):
-        done = subprocess.run([sys.executable, "-c", code.format(module)], capture_output=True)
-        assert done.stdout.split() == [b"0", b"False"], done.stderr
+        assert printed_by(code.format(module)).split() == ["0", "False"]
 
 
 def test_a_users_value_stays(unset, monkeypatch):
@@ -89,10 +87,10 @@ def test_kernels_are_compiled_on_the_node_before_torch_and_vllm_are_loaded(unset
         "print(*[os.environ[name] for name in environment.CACHES], "
         "'torch' in sys.modules, 'vllm' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    printed = printed_by(code).split()
     base = unset / "node" / f"vapo_megatron-{os.getuid()}"
     folders = [str(base / name) for name in ("triton", "inductor", "flashinfer", "vllm")]
-    assert done.stdout.split() == [*folders, "False", "False"], done.stderr
+    assert printed == [*folders, "False", "False"]
     assert stat.S_IMODE(base.stat().st_mode) == 0o700
 
 

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from tests.alone import loaded_by
 from tools import gpu_smoke
 from vapo_megatron.cli import preflight
 from vapo_megatron.config import load_config
@@ -78,12 +79,8 @@ def test_versions_of_this_machine(monkeypatch, capsys):
 
 
 def test_versions_load_no_library_but_torch():
-    code = (
-        "import sys; from vapo_megatron.parallel import libraries; libraries.versions();"
-        "print([m for m in ('megatron', 'vllm', 'transformer_engine') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.strip() == "[]", done.stderr
+    code = "from vapo_megatron.parallel import libraries; libraries.versions()"
+    assert loaded_by(code, ("megatron", "vllm", "transformer_engine")) == []
 
 
 def test_a_cudnn_of_cuda_has_three_numbers(monkeypatch):

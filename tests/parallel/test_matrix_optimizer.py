@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.parallel.training import ALL, LEARNING_RATE, Layout, Trained, make_config
+from tests.parallel.training import LEARNING_RATE, Layout, Trained, make_config
 from tests.weights.tiny_hf import write_tiny_hf
 from vapo_megatron.algorithm.dion import dion_step, muon_step
 from vapo_megatron.algorithm.update_size import rank_of
@@ -25,15 +25,15 @@ SHAPE = {"hidden": 32, "heads": 4, "ffn": 48, "vocab": 60, "num_layers": 4}
 FRACTION, MOMENTUM, DECAY, CLIP, FACTOR, SEED = 0.25, 0.9, 0.3, 0.05, 2.0, 5
 HALVES = (((0, 1, 2),), ((3, 4, 5, 6),))
 LAYOUTS = {
-    "one": Layout(split=((ALL,),)),
-    "TP2": Layout(tp=2, split=((ALL,),)),
-    "TP2 SP": Layout(tp=2, sp=True, split=((ALL,),)),
+    "one": Layout(),
+    "TP2": Layout(tp=2),
+    "TP2 SP": Layout(tp=2, sp=True),
     "PP2": Layout(pp=2, split=(((0, 1, 2), (3, 4, 5, 6)),)),
     "VPP2": Layout(pp=2, vpp=2, split=(((0, 1, 2), (3, 4, 5, 6)),)),
     "DP2": Layout(dp=2, split=HALVES),
     "DP2 overlap": Layout(dp=2, overlap=True, split=HALVES),
     "TP2 DP2": Layout(tp=2, dp=2, split=HALVES),
-    "CP2": Layout(cp=2, split=((ALL,),)),
+    "CP2": Layout(cp=2),
 }
 
 

@@ -9,7 +9,8 @@ import math
 import pytest
 import torch
 
-from tests.parallel.training import ALL, LEARNING_RATE, Layout, Trained, make_config
+from tests.dumped import MODEL
+from tests.parallel.training import LEARNING_RATE, Layout, Trained, make_config
 from tests.weights.tiny_hf import write_tiny_hf
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.parallel import groups
@@ -51,14 +52,14 @@ def test_defaults_are_the_papers():
 @pytest.fixture(scope="module")
 def hf_path(tmp_path_factory):
     path = tmp_path_factory.mktemp("optimizer")
-    return str(write_tiny_hf(path, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60, num_layers=2))
+    return str(write_tiny_hf(path, **MODEL))
 
 
 def _start(hf_path, role="actor", **sections):
     config = make_config(Layout(), **sections)
     if groups._current is None:
         groups.initialize(config.parallel)
-    return Trained(hf_path, Layout(split=((ALL,),)), role, config)
+    return Trained(hf_path, Layout(), role, config)
 
 
 def _against_adamw(hf_path, role, clip_grad):

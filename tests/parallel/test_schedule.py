@@ -27,7 +27,7 @@ from vapo_megatron.parallel.optimizer import build_ddp
 from vapo_megatron.parallel.schedule import forward_backward, forward_only
 
 PP2 = Layout(pp=2, split=((ALL[:3], ALL[3:]),))
-VIRTUAL = Layout(pp=2, vpp=2, split=((ALL,),))
+VIRTUAL = Layout(pp=2, vpp=2)
 
 
 @pytest.fixture(scope="module")

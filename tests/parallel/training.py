@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.cut import select
+from tests.cut import batch_of, select
+from tests.layouts import Layout, parallel_fields
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.data.batch import RolloutBatch
 from vapo_megatron.data.microbatch import make_microbatch
@@ -39,25 +40,6 @@ NUM_TOKENS = sum(response for _, response in LENGTHS)
 LEARNING_RATE = 3e-3
 
 
-class Layout(NamedTuple):
-    tp: int = 1
-    pp: int = 1
-    dp: int = 1
-    vpp: int | None = None
-    sp: bool = False
-    distributed: bool = False
-    overlap: bool = False
-    recompute: str = "none"
-    ep: int = 1
-    split: tuple = ((ALL,),)
-    """[data-parallel rank][microbatch][response]"""
-    cp: int = 1
-
-    @property
-    def world_size(self) -> int:
-        return self.tp * self.pp * self.dp * self.cp
-
-
 class Result(NamedTuple):
     losses: list[float]
     grad_norms: list[float]
@@ -68,32 +50,6 @@ class Result(NamedTuple):
     outputs: Tensor
     """Before the first update: log-probabilities and entropies [T, 2], or values [T], of this
     data-parallel rank's responses in the order of its microbatches."""
-
-
-def recompute_fields(recompute: str) -> dict[str, Any]:
-    """Fields of parallel.recompute, or of a method and a number of layers, such as block 1."""
-    method, _, num_layers = recompute.partition(" ")
-    if not num_layers:
-        return {"recompute": recompute}
-    fields = {"recompute_method": method, "recompute_num_layers": int(num_layers)}
-    return {"recompute": "full", **fields}
-
-
-def parallel_fields(layout: Any) -> dict[str, Any]:
-    """The configuration's parallel section, of any layout with these fields."""
-    return {
-        "world_size": layout.world_size,
-        "tensor_model_parallel_size": layout.tp,
-        "pipeline_model_parallel_size": layout.pp,
-        "virtual_pipeline_model_parallel_size": layout.vpp,
-        "context_parallel_size": getattr(layout, "cp", 1),
-        "expert_model_parallel_size": getattr(layout, "ep", 1),
-        "sequence_parallel": layout.sp,
-        "use_distributed_optimizer": layout.distributed,
-        "overlap_grad_reduce": layout.overlap,
-        "overlap_param_gather": layout.overlap and layout.distributed,
-        **recompute_fields(layout.recompute),
-    }
 
 
 def make_config(layout: Layout, **sections: dict[str, Any]) -> VapoConfig:
@@ -123,25 +79,15 @@ def make_batch(vocab_size: int) -> RolloutBatch:
     generator = torch.Generator().manual_seed(11)
     prompts, responses = torch.tensor(LENGTHS).t()
     sequences = prompts + responses
-
-    def bounds(lengths: Tensor) -> Tensor:
-        return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
-
-    size = int(responses.sum())
-    mask = torch.ones(size, dtype=torch.bool)
+    mask = torch.ones(NUM_TOKENS, dtype=torch.bool)
     mask[[0, 7, 20]] = False
-    return RolloutBatch(
-        tokens=torch.randint(vocab_size, (int(sequences.sum()),), generator=generator),
-        sequence_cu_seqlens=bounds(sequences),
-        cu_seqlens=bounds(responses),
-        positions=torch.arange(len(LENGTHS)),
-        rewards=torch.zeros(len(LENGTHS)),
-        is_correct=torch.zeros(len(LENGTHS), dtype=torch.bool),
-        truncated=torch.zeros(len(LENGTHS), dtype=torch.bool),
-        rollout_logprobs=torch.zeros(size),
+    return batch_of(
+        torch.randint(vocab_size, (int(sequences.sum()),), generator=generator),
+        sequences,
+        responses,
         loss_mask=mask,
-        advantages=torch.randn(size, generator=generator),
-        returns=torch.randn(size, generator=generator),
+        advantages=torch.randn(NUM_TOKENS, generator=generator),
+        returns=torch.randn(NUM_TOKENS, generator=generator),
     )
 
 
@@ -171,7 +117,7 @@ class Trained:
         options = microbatch_options(config.model, config.parallel, self.ranks)
         self.microbatches = [
             make_microbatch(select(batch, part), **options)
-            for part in layout.split[self.ranks.dp_rank]
+            for part in (layout.split or ((ALL,),))[self.ranks.dp_rank]
         ]
 
     def head(self, output, microbatch):

@@ -13,24 +13,12 @@ from vapo_megatron.planning.workload import Workload
 SHAPE = small_shape(hidden=4, layers=4, heads=2, kv_heads=2, head=2, ffn=5, vocab=7)
 # Round figures: 1 TFLOP/s of products and attention, 1 GB/s of memory, 1 GB/s each way on NVLink
 # and on the network, no latency.
+_SHARES = ("matmul", "attention", "memory", "decode", "nvlink", "network", "pcie")
 ROUND = Cluster(
-    num_gpus=8,
-    peak_tflops=1.0,
-    matmul_share=1.0,
-    attention_share=1.0,
-    memory_gb_per_second=1.0,
-    memory_share=1.0,
-    decode_share=1.0,
-    nvlink_gb_per_second=2.0,
-    nvlink_share=1.0,
-    network_gb_per_second=1.0,
-    network_share=1.0,
-    pcie_gb_per_second=1.0,
-    pcie_share=1.0,
-    collective_seconds=0.0,
-    decode_step_seconds=0.0,
-    layer_host_seconds=0.0,
-)
+    num_gpus=8, peak_tflops=1.0, memory_gb_per_second=1.0, nvlink_gb_per_second=2.0,
+    network_gb_per_second=1.0, pcie_gb_per_second=1.0, collective_seconds=0.0,
+    decode_step_seconds=0.0, layer_host_seconds=0.0, **{f"{name}_share": 1.0 for name in _SHARES},
+)  # fmt: skip
 FAST_MEMORY = dataclasses.replace(ROUND, memory_gb_per_second=1e12)
 WORKLOAD = Workload(
     num_responses=8,

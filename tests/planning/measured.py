@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
+from tests.cut import batch_of
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.data.batch import RolloutBatch
 from vapo_megatron.data.microbatch import make_microbatch
@@ -226,19 +227,4 @@ def _head(shape: ModelShape, config: VapoConfig, role: str, model: Any, here: An
 
 
 def _response(size: int, vocab_size: int) -> RolloutBatch:
-    def bounds(length: int) -> torch.Tensor:
-        return torch.tensor([0, length], dtype=torch.int32)
-
-    length = size - PROMPT_TOKENS
-    one = torch.zeros(1)
-    return RolloutBatch(
-        tokens=torch.randint(vocab_size, (size,)),
-        sequence_cu_seqlens=bounds(size),
-        cu_seqlens=bounds(length),
-        positions=one.long(),
-        rewards=one,
-        is_correct=one.bool(),
-        truncated=one.bool(),
-        rollout_logprobs=torch.zeros(length),
-        loss_mask=torch.ones(length, dtype=torch.bool),
-    )
+    return batch_of(torch.randint(vocab_size, (size,)), [size], [size - PROMPT_TOKENS])

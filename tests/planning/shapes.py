@@ -8,6 +8,8 @@ from vapo_megatron.config import VapoConfig
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.models.known import known_shape
 
+GPU_BYTES = 80 * 10**9
+
 
 def small_shape(
     hidden: int, layers: int, heads: int, kv_heads: int, head: int, ffn: int, vocab: int

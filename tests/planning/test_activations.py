@@ -8,17 +8,10 @@ import dataclasses
 
 import pytest
 
-from tests.planning.shapes import make_config
+from tests.planning.shapes import GPU_BYTES, make_config
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.models.known import known_shape
 from vapo_megatron.planning import activations, memory, model_bytes
-
-GPU_BYTES = 80 * 10**9
-
-
-@pytest.fixture
-def shape():
-    return known_shape("Qwen2.5-32B")
 
 
 def passes(shape, config, tokens):

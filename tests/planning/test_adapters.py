@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.models.built import Layout, build, call, write_hf
 from tests.planning.by_hand import FAST_MEMORY, OUTPUT, PAIR, ROUND, SHAPE, TOKEN, WORKLOAD
 from tests.planning.by_hand import config as tiny
-from tests.planning.shapes import LAYER, VOCABULARY, changed, make_config
+from tests.planning.shapes import GPU_BYTES, LAYER, VOCABULARY, changed, make_config
 from vapo_megatron.config import VapoConfig, load_config
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.known import known_shape
@@ -32,7 +32,6 @@ from vapo_megatron.planning.plan import make_plan, model_flops, offload_seconds
 from vapo_megatron.planning.ranking import Fixed, rank
 from vapo_megatron.planning.workload import workload_of
 
-GPU_BYTES = 80 * 10**9
 # Of Qwen2.5-32B on one of 8 tensor-parallel ranks, rank 32. A of q, k, v and of gate and up are
 # whole, 5 * 32 * 5120; their B have 896 and 6912 rows of 32; A of o and down have 640 and 3456
 # columns, and B is whole, 2 * 5120 * 32: 819200 + 249856 + 131072 + 327680 = 1527808 in a layer.
@@ -40,11 +39,6 @@ ADAPTERS = 64 * 1_527_808
 BASE = 64 * LAYER + 2 * VOCABULARY + 5120
 # Of the whole model 32 * (5 * 5120 + 5120 + 27648) in A and 32 * (7168 + 5120 + 55296 + 5120) in B.
 WHOLE = 64 * 32 * (58_368 + 72_704)
-
-
-@pytest.fixture
-def shape():
-    return known_shape("Qwen2.5-32B")
 
 
 def with_adapters(config, **lora):

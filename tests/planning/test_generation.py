@@ -18,26 +18,21 @@ from vapo_megatron.planning.generation import generation
 from vapo_megatron.planning.memory import kv_cache_bytes_per_token
 from vapo_megatron.planning.workload import Loads, loads, response_lengths, workload_of
 
+READS = Rank(10.0, token_seconds=0.0, cached_seconds=1.0, sequence_seconds=0.0, step_seconds=0.0)
+"""Ten seconds for the weights, and one for each cached token."""
+
 
 def test_decoding_by_hand():
-    rank = Rank(
-        weight_seconds=10.0,
-        token_seconds=0.0,
-        cached_seconds=1.0,
-        sequence_seconds=0.0,
-        step_seconds=0.0,
-    )
     # Prompts of 2, responses of 1 and 3. Together: the first step reads 3 + 3 tokens, 16 s; then
     # one is left with 4 and 5 tokens: 14 + 15 s.
-    assert decode(rank, [(2, 1), (2, 3)], 2) == (45.0, 0.0, [1, 3])
+    assert decode(READS, [(2, 1), (2, 3)], 2) == (45.0, 0.0, [1, 3])
     # One after the other: 13, then 13 + 14 + 15.
-    assert decode(rank, [(2, 1), (2, 3)], 1) == (55.0, 0.0, [1, 3])
+    assert decode(READS, [(2, 1), (2, 3)], 1) == (55.0, 0.0, [1, 3])
     # A batch of 4: both steps with one of them are less than half.
-    assert decode(rank, [(2, 1), (2, 3)], 4) == (45.0, 29.0, [1, 3])
+    assert decode(READS, [(2, 1), (2, 3)], 4) == (45.0, 29.0, [1, 3])
 
 
 def test_decoding_ends_when_it_is_enough():
-    rank = Rank(10.0, 0.0, 1.0, 0.0, 0.0)
     whole = []
 
     def is_enough(index):
@@ -45,7 +40,7 @@ def test_decoding_ends_when_it_is_enough():
         return len(whole) == 2
 
     # Two at once: after a step the first ends and the third starts; after one more it is whole.
-    found = decode(rank, [(2, 1), (2, 3), (5, 1), (2, 9)], 2, is_enough)
+    found = decode(READS, [(2, 1), (2, 3), (5, 1), (2, 9)], 2, is_enough)
     # 10 + 3 + 3, then 10 + 4 + 6.
     assert found == (36.0, 0.0, [1, 2, 1, 0]) and whole == [0, 2]
 

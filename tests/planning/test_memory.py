@@ -8,19 +8,12 @@ import dataclasses
 
 import pytest
 
-from tests.planning.shapes import LAYER, VOCABULARY, changed, make_config
+from tests.planning.shapes import GPU_BYTES, LAYER, VOCABULARY, changed, make_config
 from vapo_megatron.models.known import known_shape
 from vapo_megatron.parallel import score_chunks
 from vapo_megatron.planning import logprobs, memory, model_bytes, plan
 from vapo_megatron.planning.host_memory import host_bytes_per_node
 from vapo_megatron.planning.memory import checkpoint_bytes
-
-GPU_BYTES = 80 * 10**9
-
-
-@pytest.fixture
-def shape():
-    return known_shape("Qwen2.5-32B")
 
 
 def test_generation_of_32b(shape):

@@ -64,16 +64,10 @@ def _config(layout, recompute, dtype):
     batch = MICROBATCHES * dp_size
     return VapoConfig.model_validate(
         {
-            "model": {
-                "dtype": dtype,
-                "layer_spec": "local",
-                "make_vocab_size_divisible_by": 16,
-            },
+            "model": {"dtype": dtype, "layer_spec": "local", "make_vocab_size_divisible_by": 16},
             "rollout": {"max_prompt_tokens": 2, "max_response_tokens": TOKENS - 2},
             "algorithm": {
-                "responses_per_step": batch,
-                "mini_batch_size": batch,
-                "group_size": 1,
+                "responses_per_step": batch, "mini_batch_size": batch, "group_size": 1,
             },
             "parallel": {
                 "world_size": 2,
@@ -83,25 +77,33 @@ def _config(layout, recompute, dtype):
                 **layout,
             },
         }
-    )
+    )  # fmt: skip
+
+
+def _states(workers, shape, config, role, microbatches, base_bytes=lambda **stage: 0):
+    """What each rank has found, after its parameters, gradients and optimizer were compared.
+
+    base_bytes: of parameters beside the state's, on a stage.
+    """
+    near = {"rel": STATE_TOLERANCE}
+    everywhere = workers.run(2, measure, shape, config, role, microbatches, timeout_seconds=400)
+    for rank, found in enumerate(everywhere):
+        state = state_bytes(shape, config, role, pp_rank=found.pp_rank)
+        parameters = state.parameters + base_bytes(pp_rank=found.pp_rank)
+        assert parameters == pytest.approx(found.parameters, **near), rank
+        assert state.gradients == pytest.approx(found.gradients, **near), rank
+        assert state.optimizer == pytest.approx(found.optimizer, **near), rank
+    return everywhere
 
 
 def _check(workers, layout, recompute, dtype, role, differences):
     shape, config = _shape(**differences), _config(layout, recompute, dtype)
-    arguments = (shape, config, role, MICROBATCHES)
-    everywhere = workers.run(2, measure, *arguments, timeout_seconds=400)
-    for rank, found in enumerate(everywhere):
-        stage = {"pp_rank": found.pp_rank}
-        state = state_bytes(shape, config, role, **stage)
-        near = {"rel": STATE_TOLERANCE}
-        assert state.parameters == pytest.approx(found.parameters, **near), rank
-        assert state.gradients == pytest.approx(found.gradients, **near), rank
-        assert state.optimizer == pytest.approx(found.optimizer, **near), rank
-        stage |= {"tokens": TOKENS, "on_cpu": True}
-        training = sum(activations.Passes(shape, config, role, **stage).training())
+    for rank, found in enumerate(_states(workers, shape, config, role, MICROBATCHES)):
+        stage = {"pp_rank": found.pp_rank, "tokens": TOKENS, "on_cpu": True}
+        passes = activations.Passes(shape, config, role, **stage)
+        training, inference = sum(passes.training()), sum(passes.inference())
         assert training == pytest.approx(found.training, rel=TRAINING_TOLERANCE), rank
         if layout is not TP2_SP:
-            inference = sum(activations.Passes(shape, config, role, **stage).inference())
             assert inference == pytest.approx(found.inference, rel=INFERENCE_TOLERANCE), rank
 
 
@@ -163,21 +165,20 @@ WITH_EXPERTS = [
 def test_experts_take_what_is_predicted(workers, case):
     layout, dtype = case
     shape, config = _shape(experts=EXPERTS), _config(layout, "none", dtype)
-    everywhere = workers.run(2, measure, shape, config, "actor", 1, timeout_seconds=400)
-    for found in everywhere:
-        state = state_bytes(shape, config, "actor", pp_rank=found.pp_rank)
-        near = {"rel": STATE_TOLERANCE}
-        assert state.parameters == pytest.approx(found.parameters, **near)
-        assert state.gradients == pytest.approx(found.gradients, **near)
-        assert state.optimizer == pytest.approx(found.optimizer, **near)
+    assert len(_states(workers, shape, config, "actor", 1)) == 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [DP2, {**DP2, "expert_model_parallel_size": 2}], ids=str)
 def test_checkpoints_with_experts_have_the_predicted_size(workers, tmp_path, layout):
-    shape, config = _shape(experts=EXPERTS), _config(layout, "none", "bfloat16")
+    config = _config(layout, "none", "bfloat16")
+    _check_checkpoint(workers, tmp_path, config, _shape(experts=EXPERTS))
+
+
+def _check_checkpoint(workers, tmp_path, config, shape=None, tolerance=STATE_TOLERANCE):
+    shape = shape or _shape()
     sizes = workers.run(2, checkpoint_size, shape, config, str(tmp_path), timeout_seconds=400)
-    assert checkpoint_bytes(shape, config) == pytest.approx(sizes[0], rel=STATE_TOLERANCE)
+    assert checkpoint_bytes(shape, config) == pytest.approx(sizes[0], rel=tolerance)
 
 
 def _with_adapters(config, **lora):
@@ -217,17 +218,13 @@ def test_adapters_take_what_is_predicted(workers, case):
     """A base that is shared is there before; it has no gradients and no optimizer."""
     layout, recompute, dtype, role, lora = case
     shape, config = _shape(), _with_adapters(_config(layout, recompute, dtype), **lora)
-    everywhere = workers.run(2, measure, shape, config, role, MICROBATCHES, timeout_seconds=400)
-    for rank, found in enumerate(everywhere):
-        stage, near = {"pp_rank": found.pp_rank}, {"rel": STATE_TOLERANCE}
-        state = state_bytes(shape, config, role, **stage)
-        parameters = state.parameters
-        if not config.model.lora.shares(role):
-            parameters += base_bytes(shape, config, role, **stage)
-        assert parameters == pytest.approx(found.parameters, **near), rank
-        assert state.gradients == pytest.approx(found.gradients, **near), rank
-        assert state.optimizer == pytest.approx(found.optimizer, **near), rank
-        passes = activations.Passes(shape, config, role, tokens=TOKENS, on_cpu=True, **stage)
+
+    def own_base(**stage):
+        return 0 if config.model.lora.shares(role) else base_bytes(shape, config, role, **stage)
+
+    for rank, found in enumerate(_states(workers, shape, config, role, MICROBATCHES, own_base)):
+        stage = {"pp_rank": found.pp_rank, "tokens": TOKENS, "on_cpu": True}
+        passes = activations.Passes(shape, config, role, **stage)
         near = {"rel": ADAPTED_TOLERANCE}
         assert sum(passes.training()) == pytest.approx(found.training, **near), rank
         assert sum(passes.inference()) == pytest.approx(found.inference, **near), rank
@@ -255,8 +252,7 @@ def test_a_shared_base_is_offloaded_once(workers, lora):
 )  # fmt: skip
 def test_checkpoints_with_adapters_have_the_predicted_size(workers, tmp_path, layout):
     config = _with_adapters(_config(layout, "none", "bfloat16"))
-    sizes = workers.run(2, checkpoint_size, _shape(), config, str(tmp_path), timeout_seconds=400)
-    assert checkpoint_bytes(_shape(), config) == pytest.approx(sizes[0], rel=ADAPTED_TOLERANCE)
+    _check_checkpoint(workers, tmp_path, config, tolerance=ADAPTED_TOLERANCE)
 
 
 def _with_method(config, method):
@@ -269,14 +265,11 @@ def _with_method(config, method):
 @pytest.mark.parametrize("method", ["dion", "muon"])
 def test_checkpoints_with_matrices_have_the_predicted_size(workers, tmp_path, layout, method):
     config = _with_method(_config({**layout, **DP2}, "none", "bfloat16"), method)
-    sizes = workers.run(2, checkpoint_size, _shape(), config, str(tmp_path), timeout_seconds=400)
-    assert checkpoint_bytes(_shape(), config) == pytest.approx(sizes[0], rel=STATE_TOLERANCE)
+    _check_checkpoint(workers, tmp_path, config)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [DP2, DP2_WHOLE, TP2, PP2], ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_checkpoints_have_the_predicted_size(workers, tmp_path, layout, dtype):
-    shape, config = _shape(), _config(layout, "none", dtype)
-    sizes = workers.run(2, checkpoint_size, shape, config, str(tmp_path), timeout_seconds=400)
-    assert checkpoint_bytes(shape, config) == pytest.approx(sizes[0], rel=STATE_TOLERANCE)
+    _check_checkpoint(workers, tmp_path, _config(layout, "none", dtype))

@@ -15,11 +15,6 @@ from vapo_megatron.weights import holders, table
 from vapo_megatron.weights.reshard import shards, vllm_layout
 
 
-@pytest.fixture
-def shape():
-    return known_shape("Qwen2.5-32B")
-
-
 def test_a_stage_of_32b(shape):
     # 16 layers: n = 975353856, a multiple of lcm(4, 128); every parameter is one of 64.
     # bfloat16 parameters 2 n, float32 gradients 4 n, and of 12 n of the optimizer a quarter.

@@ -7,8 +7,8 @@ import pytest
 
 from tests.planning.by_hand import ROUND, SHAPE, WORKLOAD
 from tests.planning.by_hand import config as tiny
-from tests.planning.shapes import make_config
-from tests.planning.test_ranking import base
+from tests.planning.shapes import GPU_BYTES, make_config
+from tests.planning.test_plan import SMALL, SMALL_BASE, SMALL_SHAPE
 from vapo_megatron.cli import preflight
 from vapo_megatron.config import load_config
 from vapo_megatron.errors import ConfigError
@@ -37,9 +37,7 @@ from vapo_megatron.planning.sync_time import sync_seconds
 from vapo_megatron.planning.workload import workload_of
 from vapo_megatron.rollout.inputs import Inputs
 
-LARGE, SHAPE_32B = 80 * 10**9, known_shape("Qwen2.5-32B")
-SMALL, SMALL_SHAPE = Cluster(num_gpus=8), known_shape("Qwen2.5-7B")
-SMALL_BASE = base(8, responses_per_step=256, mini_batch_size=64)
+SHAPE_32B = known_shape("Qwen2.5-32B")
 ONE_STEP_OFF = [
     "examples/configs/qwen2.5_base.yaml",
     "examples/configs/qwen2.5_32b.yaml",
@@ -58,7 +56,7 @@ def test_each_side_holds_its_own(offload):
     """Where GPUs of their own sample: vLLM alone there, nothing of vLLM's on the others."""
     colocated = make_config(offload=offload)
     together, sides = (
-        memory.phase_memory(SHAPE_32B, config, gpu_bytes=LARGE, pp_rank=0)
+        memory.phase_memory(SHAPE_32B, config, gpu_bytes=GPU_BYTES, pp_rank=0)
         for config in (colocated, apart(colocated, 64))
     )
     assert list(sides) == list(together)
@@ -81,7 +79,7 @@ def test_each_side_holds_its_own(offload):
 
 def test_fp8_copies_are_the_trainers():
     config = apart(make_config(model={"fp8": "hybrid"}), 64)
-    found = memory.phase_memory(SHAPE_32B, config, gpu_bytes=LARGE, pp_rank=0)
+    found = memory.phase_memory(SHAPE_32B, config, gpu_bytes=GPU_BYTES, pp_rank=0)
     assert found["generation"].parameters == 0 < found["sync"].parameters
 
 
@@ -90,7 +88,7 @@ def test_what_does_not_fit_names_its_side():
     config = apart(make_config(offload=True), 64)
 
     def reason(config):
-        phases = peak_memory(SHAPE_32B, config, LARGE)
+        phases = peak_memory(SHAPE_32B, config, GPU_BYTES)
         misfit = find_misfit(SHAPE_32B, config, cluster, phases)
         return misfit and misfit.reason
 
@@ -126,11 +124,10 @@ def test_what_does_not_fit_names_its_side():
 )  # fmt: skip
 def test_a_run_is_refused_for_either_side(overrides, message):
     config = load_config(ONE_STEP_OFF, ["rollout.num_processes=32"])
-    check_fits(config, SHAPE_32B, LARGE)
+    check_fits(config, SHAPE_32B, GPU_BYTES)
     with pytest.raises(ConfigError, match=message) as error:
-        check_fits(
-            load_config(ONE_STEP_OFF, ["rollout.num_processes=32", *overrides]), SHAPE_32B, LARGE
-        )
+        more = ["rollout.num_processes=32", *overrides]
+        check_fits(load_config(ONE_STEP_OFF, more), SHAPE_32B, GPU_BYTES)
     assert "\n" not in str(error.value)
 
 

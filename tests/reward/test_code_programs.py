@@ -10,19 +10,15 @@ from pathlib import Path
 import pytest
 
 from tests.reward.code_attacks import ATTACKS, CHECKED
+from tests.reward.test_code_verifier import verifier
 from vapo_megatron.reward.code_verifier import MODULES, CodeVerifier
 from vapo_megatron.reward.verifier import Problem
 from vapo_megatron.sandbox.client import Budget, SandboxUnavailable
 from vapo_megatron.sandbox.modules import STANDARD_MODULES
 
+__all__ = ["verifier"]
+
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def verifier():
-    made = CodeVerifier(20.0, 60.0)
-    yield made
-    made._sandbox.close()
 
 
 def judged(verifier, program, columns):

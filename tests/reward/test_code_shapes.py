@@ -6,15 +6,10 @@ Not exercised: the data sets themselves.
 import pytest
 
 from tests.reward.code_shapes import RIGHT, ROWS, WRONG
-from vapo_megatron.reward.code_verifier import CodeVerifier
+from tests.reward.test_code_verifier import verifier
 from vapo_megatron.reward.verifier import Problem
 
-
-@pytest.fixture(scope="module")
-def verifier():
-    made = CodeVerifier(20.0, 60.0)
-    yield made
-    made._sandbox.close()
+__all__ = ["verifier"]
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -6,11 +6,10 @@ Not exercised: scores of tasks outside the table (tests/cli/prepare/test_prepare
 import fractions
 import json
 import pathlib
-import subprocess
-import sys
 
 import pytest
 
+from tests.alone import loaded_by, printed_by
 from tests.reward import limits
 from vapo_megatron.config import RewardConfig
 from vapo_megatron.errors import ConfigError
@@ -255,15 +254,9 @@ def test_without_the_package_the_extra_is_named(monkeypatch):
             running.load()
 
 
-def alone(code):
-    """Run code in an interpreter of its own -> what it prints."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return done.stdout.strip()
-
-
 def test_the_package_is_not_imported_without_need():
-    code = "import sys, vapo_megatron.reward.verifiers, vapo_megatron.cli.prepare.command"
-    assert alone(f"{code}; print('reasoning_gym' in sys.modules)") == "False"
+    code = "import vapo_megatron.reward.verifiers, vapo_megatron.cli.prepare.command"
+    assert loaded_by(code, ("reasoning_gym",)) == []
 
 
 def test_a_package_that_one_task_needs_is_missed_by_that_task_alone():
@@ -280,4 +273,4 @@ except ValueError as error:
 print(gym.create("chain_sum", {}, seed=0, size=1)[0]["question"][:5])
 """
     expected = "False True False 'zebra_puzzles' needs the package pycosat\nState"
-    assert alone(code) == expected
+    assert printed_by(code).strip() == expected

@@ -4,10 +4,10 @@ Not exercised: what the verifiers find correct; a whole run is in tests/test_hyb
 """
 
 import functools
-import json
 
 import pytest
 
+from tests import jsonl
 from vapo_megatron.config import RewardConfig
 from vapo_megatron.errors import UserError
 from vapo_megatron.reward.hybrid import choose, is_prose
@@ -134,7 +134,7 @@ def started(files, reward, tp_size, **options):
 
 def write(path, rows):
     lines = [{"prompt": "p", "answer": answer} | more for answer, more in rows]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    jsonl.write(path, lines)
     return path
 
 

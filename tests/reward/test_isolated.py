@@ -5,10 +5,10 @@ Not exercised: limits of a machine that has less memory than reward.memory_gb.
 
 import contextlib
 
-import psutil
 import pytest
 
 from tests.reward import limits, own_verifiers
+from tests.sandbox.marked import gone, marked
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.reward.isolated import IsolatedVerifier
 from vapo_megatron.reward.verifier import Problem, Verdict
@@ -45,12 +45,9 @@ def misbehaves(started, monkeypatch):
 
 
 def test_verdicts_arrive_whole_and_in_order():
-    verifier = isolated(f"{MODULE}:Contains", {"ignore_case": True})
-    try:
+    with contextlib.closing(isolated(f"{MODULE}:Contains", {"ignore_case": True})) as verifier:
         responses = ["ada", "Bob", "it is ADA!"] * 20
         verdicts = verifier.score(responses, [PROBLEM] * 60)
-    finally:
-        verifier.close()
     note = "for a test by Who?"
     assert verdicts == 20 * [
         Verdict("correct", 1.0, "ada", note),
@@ -69,11 +66,8 @@ def test_a_verifier_given_in_python_judges_alike(kind):
         "instance": own_verifiers.Contains(ignore_case=True),
         "of no module": Own(ignore_case=True),
     }[kind]
-    verifier = isolated(given, num_workers=1)
-    try:
+    with contextlib.closing(isolated(given, num_workers=1)) as verifier:
         found = [v.status for v in verifier.score(["ada", "Ada"], [PROBLEM] * 2)]
-    finally:
-        verifier.close()
     assert found == ["wrong" if kind == "class" else "correct", "correct"]
 
 
@@ -104,19 +98,9 @@ def test_what_hangs_is_killed_with_its_children(misbehaves):
     verdicts = misbehaves.score(asked, [PROBLEM] * len(asked))
     expected = ["timed_out", "correct", "timed_out", "timed_out", "correct"]
     assert [v.status for v in verdicts] == expected and verdicts[0].note == "more than 60 seconds"
-    assert marked()
+    assert marked(MARK)
     misbehaves.close()
-    assert psutil.wait_procs(marked(), 60)[1] == [], "a child lives on"
-
-
-def marked():
-    """Return the processes that the verifier started, and what these have started."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if MARK in process.environ():
-                found.append(process)
-    return found
+    assert gone(MARK), "a child lives on"
 
 
 def test_large_messages_pass_both_ways_and_prints_do_not_mix_with_them(misbehaves):
@@ -126,11 +110,8 @@ def test_large_messages_pass_both_ways_and_prints_do_not_mix_with_them(misbehave
 
 
 def test_the_number_of_verdicts_must_be_right():
-    verifier = isolated(f"{MODULE}:CountsWrong", num_workers=1)
-    try:
+    with contextlib.closing(isolated(f"{MODULE}:CountsWrong", num_workers=1)) as verifier:
         assert [v.status for v in verifier.score(["a"], [PROBLEM])] == ["failed"]
-    finally:
-        verifier.close()
 
 
 def test_optional_methods_check_problems_and_compare_answers():

@@ -262,18 +262,6 @@ def test_a_server_that_stays_away_costs_its_limit_once():
     server.close()
 
 
-def test_a_server_that_is_back_is_given_its_time_again():
-    state = {"code": 503}
-    with Server(lambda prompt: state["code"] or "YES") as server:
-        judge = Judge(base_url=server.url, model="m", outage_seconds=1.0)
-        assert [v.status for v in judge.score(["a"], [Problem("p", "a")])] == ["failed"]
-        state["code"] = None
-        assert [v.status for v in judge.score(["a"], [Problem("p", "a")])] == ["correct"]
-        state["code"], asked = 503, len(server.asked)
-        assert [v.status for v in judged(judge, ["a"], [Problem("p", "a")])] == ["failed"]
-        assert len(server.asked) > asked + 1
-
-
 def test_the_key_is_sent_and_nowhere_else(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("JUDGE_KEY", SECRET)
     with Server(lambda prompt: 401) as server:

@@ -6,18 +6,18 @@ verdicts of math-verify 0.9 alone. Not exercised: responses that hang.
 """
 
 import collections
-import json
 from pathlib import Path
 
 import pytest
 
+from tests import jsonl
 from vapo_megatron.reward.math_verifier import MathVerifier
 
 FOLDER = Path(__file__).parent
 
 
 def rows(name):
-    return [json.loads(line) for line in (FOLDER / f"{name}.jsonl").read_text().splitlines()]
+    return jsonl.read(FOLDER / f"{name}.jsonl")
 
 
 CASES, ORDINARY = rows("math_cases"), rows("math_ordinary")

@@ -20,6 +20,7 @@ import psutil
 import pytest
 from math_verify import LatexExtractionConfig, parse, verify
 
+from tests.alone import printed_by
 from tests.reward import limits
 from vapo_megatron.data.problems import Problem
 from vapo_megatron.errors import DataError
@@ -398,16 +399,13 @@ def test_workers_load_neither_torch_nor_megatron(verifier):
     (process_id,) = verifier.process_ids
     assert "torch" not in Path(f"/proc/{process_id}/maps").read_text()
     # The very function that the worker calls, asked what it has loaded after judging.
-    program = (
-        "import json, sys\n"
-        "from vapo_megatron.reward.mathematics.judge import judge\n"
-        "assert judge('x + x', '2x') == 'correct'\n"
-        "print(json.dumps(sorted(sys.modules)))"
-    )
-    output = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    modules = json.loads(output.stdout.splitlines()[-1])
+    program = """
+        import json, sys
+        from vapo_megatron.reward.mathematics.judge import judge
+        assert judge("x + x", "2x") == "correct"
+        print(json.dumps(sorted(sys.modules)))
+    """
+    modules = json.loads(printed_by(program).splitlines()[-1])
     assert "math_verify" in modules
     assert not {m.split(".")[0] for m in modules} & {"torch", "megatron", "vllm", "numpy"}
     own = {name for name in modules if name.startswith("vapo_megatron.")}

@@ -1,9 +1,8 @@
 """Rows that their verifier refuses, and prose that math judges: refused, left out, or counted."""
 
-import json
-
 import pytest
 
+from tests import jsonl
 from vapo_megatron.config import RewardConfig
 from vapo_megatron.data.problems import load_problems
 from vapo_megatron.data.prompts import PromptDataset
@@ -15,7 +14,7 @@ PROSE = "The answer depends on the initial velocity"
 
 def dataset(path, *answers, **columns):
     rows = [{"prompt": f"p{i}", "answer": answer, **columns} for i, answer in enumerate(answers)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    jsonl.write(path, rows)
     unreadable = {}
     return PromptDataset(
         load_problems(path, unreadable=unreadable), lambda text: [1], path=path.name, seed=0,

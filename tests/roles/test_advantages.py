@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import cut
 from vapo_megatron.config import AlgorithmConfig, ParallelConfig
-from vapo_megatron.data.batch import RolloutBatch, StepSummary, bounds
+from vapo_megatron.data.batch import StepSummary
 from vapo_megatron.data.rollout import Prompt, Rollout, ScoredRollout
 from vapo_megatron.parallel import groups
 from vapo_megatron.roles.advantages import with_advantages
@@ -26,16 +27,8 @@ SHARES = {1: [[0, 1, 2, 3, 4, 5]], 2: [[5, 1, 3], [4, 0, 2]]}
 
 def batch_of(positions, lengths, **columns):
     lengths = torch.tensor(lengths)
-    total = int(lengths.sum())
-    return RolloutBatch(
-        tokens=torch.zeros(total + len(lengths)).long(),
-        sequence_cu_seqlens=bounds(lengths + 1),
-        cu_seqlens=bounds(lengths),
-        positions=torch.tensor(positions),
-        rollout_logprobs=torch.zeros(total),
-        loss_mask=torch.ones(total).bool(),
-        **columns,
-    )
+    tokens = torch.zeros(int((lengths + 1).sum())).long()
+    return cut.batch_of(tokens, lengths + 1, lengths, positions=torch.tensor(positions), **columns)
 
 
 def summary_of(rewards, firsts, lengths, earned=None):

@@ -233,13 +233,13 @@ def products(hf_path):
     reference; a worker's function."""
     from torch.profiler import profile
 
-    from tests.weights.loaded import hidden_states
+    from tests.models.built import call
 
     roles, size = build(hf_path, Layout()), 37
     counts = {}
     for name, part in {"actor": "training", "reference": "parameters"}.items():
         with roles[name].placed.held(part), profile(record_shapes=True) as seen:
-            found = hidden_states(roles[name].placed.model[0], torch.arange(size)[None])
+            found = call(roles[name].placed.model[0], [torch.arange(size)])
             if name == "actor":
                 found.square().sum().backward()
         found = [e.input_shapes[0][0] for e in seen.events() if e.name == "aten::bmm"]

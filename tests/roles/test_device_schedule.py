@@ -16,6 +16,7 @@ import torch.distributed as dist
 from tests.dumped import MODEL, dump
 from tests.dumped import config as of_replay
 from tests.weights.tiny_hf import write_tiny_hf, write_tiny_reward_model
+from tests.whole_run import measured
 from vapo_megatron.config import CheckpointConfig, VapoConfig
 from vapo_megatron.config.phases import PHASES
 from vapo_megatron.errors import ConfigError
@@ -99,7 +100,7 @@ def phases(hf, offload):
 
 
 def test_each_phase_has_what_it_needs_and_no_more(workers, tmp_path):
-    hf = written(tmp_path, num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
+    hf = written(tmp_path, **MODEL)
     (found,) = workers.run(1, phases, hf, True)
     away = {
         "reward_scores": ["nothing", "nothing", "nothing", "parameters"],
@@ -119,7 +120,7 @@ def test_each_phase_has_what_it_needs_and_no_more(workers, tmp_path):
 
 
 def test_without_offload_all_stay(workers, tmp_path):
-    hf = written(tmp_path, num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
+    hf = written(tmp_path, **MODEL)
     (found,) = workers.run(1, phases, hf, False)
     assert set(map(str, found.values())) == {str((["training"] * 4, 0))}
     (default,) = workers.run(1, phases, hf, None)
@@ -229,7 +230,7 @@ def refused(hf, run_dir, parallel):
 def test_a_node_without_the_memory_is_refused_before_the_models_are_built(
     workers, tmp_path, parallel
 ):
-    hf = written(tmp_path, num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
+    hf = written(tmp_path, **MODEL)
     size, given = parallel.get("world_size", 1), (hf, tmp_path / "run", parallel)
     messages, of_ranks = zip(*workers.run(size, refused, *given), strict=True)
     assert len(set(messages)) == 1 and len(set(of_ranks)) == size, "each holds something else"
@@ -268,14 +269,6 @@ def replayed(hf, dumped, run_dir, offload, steps, every_steps=1):
         trainer.fit()
 
 
-def rows(run_dir):
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    varying = ("time/", "memory/", "tokens_per_second")
-    return [
-        {k: v for k, v in json.loads(line).items() if not k.startswith(varying)} for line in lines
-    ]
-
-
 @pytest.mark.slow
 def test_a_run_by_turns_is_the_run_without_bit_by_bit(workers, tmp_path):
     hf = write_tiny_hf(tmp_path / "model", **MODEL)
@@ -285,7 +278,7 @@ def test_a_run_by_turns_is_the_run_without_bit_by_bit(workers, tmp_path):
     # Stopped after two steps, and gone on from their checkpoint.
     workers.run(2, replayed, *paths, tmp_path / "turns", True, 1)
     workers.run(2, replayed, *paths, tmp_path / "turns", True, 2)
-    expected, found = rows(tmp_path / "all"), rows(tmp_path / "turns")
+    expected, found = measured(tmp_path / "all"), measured(tmp_path / "turns")
     assert [row["step"] for row in expected] == [0, 1, 2, 3]
     assert found == expected and expected[-1]["actor/grad_norm"] > 0
     # The second mini-batch of the actor's first step sees a policy that has moved.

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.cut import mini_batches, select
+from tests.dumped import MODEL
 from tests.parallel.training import Layout, make_batch, make_config
 from tests.weights.tiny_hf import write_tiny_hf
 from vapo_megatron.config import CheckpointConfig
@@ -100,6 +101,5 @@ def learn(hf, root, layout, dtype):
 
 @pytest.mark.parametrize("layout,dtype", CASES.values(), ids=CASES)
 def test_attention_stands_still_and_the_rest_learns(workers, tmp_path, layout, dtype):
-    sizes = dict(num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
-    hf = str(write_tiny_hf(tmp_path / "hf", **sizes))
+    hf = str(write_tiny_hf(tmp_path / "hf", **MODEL))
     workers.run(2, learn, hf, tmp_path / "checkpoints", layout, dtype)

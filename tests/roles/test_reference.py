@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.cut import mini_batches
+from tests.dumped import MODEL
 from tests.roles.test_roles import batch
 from tests.weights.tiny_hf import write_tiny_hf
 
@@ -59,8 +60,7 @@ def drift(hf, parallel):
 
 @pytest.fixture(scope="module")
 def alone(workers, tmp_path_factory):
-    sizes = dict(num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
-    hf = write_tiny_hf(tmp_path_factory.mktemp("reference"), **sizes)
+    hf = write_tiny_hf(tmp_path_factory.mktemp("reference"), **MODEL)
     return hf, workers.run(1, drift, hf, {})[0]
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from tests.distributed.float64 import load_critic
+from tests.dumped import MODEL
 from tests.roles.test_roles import batch
 from tests.weights.tiny_hf import write_tiny_reward_model
 
-SIZES = dict(num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
 BIAS = 0.75
 PENDING = [True, False, False, True]
 
@@ -63,7 +63,7 @@ def scores(path, parallel):
 @pytest.fixture(scope="module")
 def reward_model(tmp_path_factory):
     """(directory, float64 [4] of the batch's responses), one after the other, unpacked."""
-    path = write_tiny_reward_model(tmp_path_factory.mktemp("reward_model"), bias=BIAS, **SIZES)
+    path = write_tiny_reward_model(tmp_path_factory.mktemp("reward_model"), bias=BIAS, **MODEL)
     model, whole = load_critic(str(path)), batch()
     bounds = whole.sequence_cu_seqlens.tolist()
     with torch.no_grad():

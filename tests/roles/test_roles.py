@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from tests import reference
-from tests.cut import mini_batches
+from tests.cut import batch_of, mini_batches
+from tests.dumped import MODEL
 from tests.weights.tiny_hf import write_tiny_hf
 from vapo_megatron.algorithm.agreement import LogprobsDiffer
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.data.batch import RolloutBatch
 from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.parallel import groups
 from vapo_megatron.parallel.minibatches import make_microbatches
@@ -33,21 +33,17 @@ SHIFT = [0.25, -0.3, 0.05]
 
 
 def batch(old_logprobs=None):
-    bounds = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()])
     generator = torch.Generator().manual_seed(5)
-    num_tokens = int(bounds[-1])
+    num_tokens = sum(LENGTHS)
     noise = torch.randn(num_tokens, generator=generator)
     old = torch.zeros(num_tokens) if old_logprobs is None else old_logprobs
-    return RolloutBatch(
-        tokens=torch.randint(0, 60, (num_tokens + 2 * len(LENGTHS),), generator=generator),
-        sequence_cu_seqlens=(bounds + 2 * torch.arange(len(bounds))).int(),
-        cu_seqlens=bounds.int(),
-        positions=torch.arange(len(LENGTHS)),
+    return batch_of(
+        torch.randint(0, 60, (num_tokens + 2 * len(LENGTHS),), generator=generator),
+        [length + 2 for length in LENGTHS],
+        LENGTHS,
         rewards=torch.ones(len(LENGTHS)),
         is_correct=torch.tensor(CORRECT),
-        truncated=torch.zeros(len(LENGTHS), dtype=torch.bool),
         rollout_logprobs=old - torch.tensor(RATIOS).log(),
-        loss_mask=torch.ones(num_tokens, dtype=torch.bool),
         old_logprobs=old_logprobs,
         reference_logprobs=old + torch.tensor([REFERENCE[t % 4] for t in range(num_tokens)]),
         values=noise.roll(1),
@@ -130,7 +126,8 @@ def policy_loss(algorithm, logprobs, old, weights, count):
     if kind == "ppo_clip":
         clips = {"clip_low": 0.2, "clip_high": 0.28}
         clips = {name: algorithm.get(name, value) for name, value in clips.items()}
-        return reference.policy_loss(logprobs, old, advantages, weights, **clips, count=count)
+        given = (logprobs, old, advantages, weights)
+        return reference.policy_loss(*given, **clips, count=count)[0]
     given = (logprobs, sampled, advantages, weights)
     if kind == "dis":
         low, high = algorithm["dis_clip_low"], algorithm["dis_clip_high"]
@@ -165,7 +162,7 @@ CASES = [
 
 @pytest.mark.parametrize("algorithm", CASES, ids=str)
 def test_the_actors_loss(workers, tmp_path, algorithm):
-    hf = write_tiny_hf(tmp_path, num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
+    hf = write_tiny_hf(tmp_path, **MODEL)
     logprobs, entropy, _, first, second, _ = workers.run(1, update_once, hf, algorithm)[0]
     for found, shift in ((first, 0), (second, 1)):
         policy, whole = expected(algorithm, logprobs, entropy, shift)
@@ -175,7 +172,7 @@ def test_the_actors_loss(workers, tmp_path, algorithm):
 
 
 def test_every_case_is_told_apart(workers, tmp_path):
-    hf = write_tiny_hf(tmp_path, num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
+    hf = write_tiny_hf(tmp_path, **MODEL)
     logprobs, entropy, *_ = workers.run(1, update_once, hf, {})[0]
     losses = [expected(case, logprobs, entropy, 1)[1] for case in CASES]
     gaps = [abs(a - b) for i, a in enumerate(losses) for b in losses[:i]]
@@ -186,11 +183,11 @@ def test_every_case_is_told_apart(workers, tmp_path):
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_the_critics_loss(workers, tmp_path, clip, correction):
     """Over every token: what the sampler did to the policy's weights is nothing to the critic."""
-    hf = write_tiny_hf(tmp_path, num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
+    hf = write_tiny_hf(tmp_path, **MODEL)
     algorithm = {"value_clip": clip, "sampler_correction": correction}
     *_, values, _, _, metrics = workers.run(1, update_once, hf, algorithm)[0]
     data = batch()
-    loss = reference.value_loss(
+    loss, _ = reference.value_loss(
         values.tolist(),
         data.returns.tolist(),
         [1.0] * len(values),
@@ -204,14 +201,14 @@ def test_the_critics_loss(workers, tmp_path, clip, correction):
 
 
 def test_the_critics_values_have_a_range(workers, tmp_path):
-    hf = write_tiny_hf(tmp_path, num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
+    hf = write_tiny_hf(tmp_path, **MODEL)
     head = workers.run(1, update_once, hf, {})[0][2]
     algorithm = {"value_range": [-1.0, 2.0]}
     *_, values, _, _, metrics = workers.run(1, update_once, hf, algorithm)[0]
     expected = [reference.ranged_value(z, -1, 2)[0] for z in head.tolist()]
     assert values.tolist() == pytest.approx(expected, abs=1e-6)
     returns, ones = batch().returns.tolist(), [1.0] * len(expected)
-    loss = reference.value_loss(expected, returns, ones, count=len(expected))
+    loss, _ = reference.value_loss(expected, returns, ones, count=len(expected))
     assert metrics["critic/loss"] == pytest.approx(loss, abs=2e-6)
 
 
@@ -229,5 +226,5 @@ def changed_between(hf):
 
 
 def test_a_ratio_off_one_stops_the_run(workers, tmp_path):
-    hf = write_tiny_hf(tmp_path, num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
+    hf = write_tiny_hf(tmp_path, **MODEL)
     assert "differs from 1" in workers.run(1, changed_between, hf)[0]

@@ -5,6 +5,7 @@ The tokenizers have the families' special tokens, and a few merges in place of p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -83,15 +84,30 @@ _MERGES = (("Ċ", "Ċ"), ("u", "s"), ("us", "e"), ("use", "r"), (".", "Ċ"), ("?
 
 def family_tokenizer(family: Family) -> Any:
     """transformers' tokenizer. Its merges join newlines with what stands beside them."""
+    tokens = {"bos_token": family.special[0], "eos_token": family.end}
+    return byte_level(family.special, family.plain, family.template, _MERGES, **tokens)
+
+
+def byte_level(
+    special: Sequence[str],
+    plain: Sequence[str],
+    template: str,
+    merges: Sequence[tuple[str, str]] = (),
+    **more: Any,
+) -> Any:
+    """transformers' tokenizer of bytes, of merges, and of special tokens and others of one piece.
+
+    more: of transformers.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    pieces = [*family.special, *alphabet, *("".join(pair) for pair in _MERGES)]
+    pieces = [*special, *alphabet, *("".join(pair) for pair in merges)]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
-    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=list(_MERGES)))
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges)))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner, bos_token=family.special[0], eos_token=family.end,
-        additional_special_tokens=list(family.special), chat_template=family.template,
+        tokenizer_object=inner, additional_special_tokens=list(special), chat_template=template,
+        **more,
     )  # fmt: skip
-    tokenizer.add_tokens(list(family.plain))
+    tokenizer.add_tokens(list(plain))
     return tokenizer

@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from tests.dumped import MODEL, config
-from tests.rollout.tiny_tokenizer import ANSWERS, write_tiny_tokenizer
-from tests.weights.tiny_hf import write_tiny_hf
+from tests.rollout.tiny_tokenizer import ANSWERS
+from tests.weights.tiny_hf import write_tiny_model
 from tests.whole_run import RIGHT, WRONG, Engine, answered, without_vllm, write_problems
 from vapo_megatron.config import AlgorithmConfig
 from vapo_megatron.data.rollout import Prompt, Rollout, ScoredRollout
@@ -139,9 +139,7 @@ def sampled(hf, tmp, kinds, steps, algorithm, state, out_of_time):
 
 @pytest.fixture(scope="module")
 def hf(tmp_path_factory):
-    path = write_tiny_hf(tmp_path_factory.mktemp("sampling_model"), **MODEL)
-    write_tiny_tokenizer(path, MODEL["vocab"], last=ANSWERS)
-    return path
+    return write_tiny_model(tmp_path_factory.mktemp("sampling_model"), last=ANSWERS, **MODEL)
 
 
 @pytest.fixture

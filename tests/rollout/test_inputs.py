@@ -8,8 +8,7 @@ import json
 
 import pytest
 
-from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
-from tests.weights.tiny_hf import write_tiny_hf
+from tests.weights.tiny_hf import write_tiny_model
 from vapo_megatron.config import load_config
 from vapo_megatron.data.mixture import Mixture
 from vapo_megatron.data.problems import load_problems
@@ -29,9 +28,8 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def hf(tmp_path_factory):
-    path = write_tiny_hf(tmp_path_factory.mktemp("hf"), num_layers=1, hidden=32, ffn=32, vocab=64)
-    write_tiny_tokenizer(path, 64)
-    return path
+    sizes = dict(num_layers=1, hidden=32, ffn=32, vocab=64)
+    return write_tiny_model(tmp_path_factory.mktemp("hf"), **sizes)
 
 
 @pytest.fixture

@@ -220,20 +220,13 @@ def test_a_beginning_that_is_too_long_fails(tokenizer):
     assert "tokens, more than rollout.max_prompt_tokens=45" in note
 
 
-def test_seconds_add_up(tokenizer):
+def test_seconds_and_wrong_calls_add_up(tokenizer):
     found, play = begun(tokenizer)
-    answered(found, play, rollout(tokenizer, "a"), Played("b", seconds=1.5))
+    answered(found, play, rollout(tokenizer, "a"), Played("b", seconds=1.5, failed_calls=2))
     second = rollout(tokenizer, "a", "b", turns=(Turn(2, 0.0),))
-    answered(found, play, second, Played(done=True, seconds=2.0))
-    assert found.finish(second).episode.seconds == 3.5
-
-
-def test_wrong_calls_add_up(tokenizer):
-    found, play = begun(tokenizer)
-    answered(found, play, rollout(tokenizer, "a"), Played("b", failed_calls=2))
-    second = rollout(tokenizer, "a", "b", turns=(Turn(2, 0.0),))
-    answered(found, play, second, Played(done=True, failed_calls=1))
-    assert found.finish(second).episode.failed_calls == 3
+    answered(found, play, second, Played(done=True, seconds=2.0, failed_calls=1))
+    episode = found.finish(second).episode
+    assert (episode.seconds, episode.failed_calls) == (3.5, 3)
 
 
 def test_dropped_episodes_are_ended(tokenizer):

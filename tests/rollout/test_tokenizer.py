@@ -11,7 +11,7 @@ import pytest
 import sentencepiece
 
 from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
-from tests.weights.tiny_hf import write_tiny_hf
+from tests.weights.tiny_hf import write_tiny_hf, write_tiny_model
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.rollout.tokenizer import (
     check_same_tokenizer,
@@ -36,8 +36,7 @@ def _write(path, name, **content):
 
 
 def test_round_trip_without_special_tokens_in_the_text(tmp_path):
-    write_tiny_hf(tmp_path, vocab=64)
-    write_tiny_tokenizer(tmp_path)
+    write_tiny_model(tmp_path, vocab=64)
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.encode("w9 w10") == [9, 10]
     # The stop token (2) is in the response, not in its text.
@@ -65,8 +64,7 @@ def test_a_broken_tokenizer_is_refused(tmp_path):
 
 
 def test_code_in_a_checkpoint_is_not_run(tmp_path):
-    write_tiny_hf(tmp_path, vocab=64)
-    write_tiny_tokenizer(tmp_path)
+    write_tiny_model(tmp_path, vocab=64)
     marker = tmp_path / "ran"
     (tmp_path / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass Evil: pass\n")
     file = tmp_path / "tokenizer_config.json"
@@ -106,8 +104,7 @@ def test_a_unigram_model_that_transformers_reads_as_bpe_is_refused(tmp_path):
 
 
 def test_pieces_numbered_anew_are_refused(tmp_path):
-    write_tiny_hf(tmp_path, vocab=64)
-    write_tiny_tokenizer(tmp_path)
+    write_tiny_model(tmp_path, vocab=64)
     _sentencepiece(tmp_path, "bpe")
     with pytest.raises(ConfigError, match="tokenizer.model: .*other ids"):
         load_tokenizer(tmp_path)

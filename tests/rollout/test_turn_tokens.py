@@ -6,9 +6,8 @@ vocabularies, whose merges the bytes of these have none of.
 """
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
+from tests.rollout.family_templates import byte_level
 from vapo_megatron.errors import ConfigError, DataError
 from vapo_megatron.rollout.turn_tokens import TurnTokens
 
@@ -60,18 +59,8 @@ SAID = {
 
 
 def tokenizer_of(template, special):
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    names = ["<|endoftext|>", *special]
-    vocabulary = {token: i for i, token in enumerate([*names, *alphabet])}
-    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner, eos_token="<|endoftext|>",
-        additional_special_tokens=list(special), chat_template=template,
-    )  # fmt: skip
-    tokenizer.add_tokens(list(PLAIN))
-    return tokenizer
+    end = "<|endoftext|>"
+    return byte_level([end, *special], PLAIN, template, eos_token=end)
 
 
 def turn_tokens(family):

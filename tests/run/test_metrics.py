@@ -11,6 +11,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests import jsonl
 from tests.run.checkpoint.test_writer import limited
 from vapo_megatron.config.metrics import METRICS, accuracy_name, describe
 from vapo_megatron.config.phases import Span
@@ -30,7 +31,7 @@ evaluation/avg@32 evaluation/pass@8 evaluation/majority@8 time/generation_second
 
 
 def lines(run_dir):
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return jsonl.read(run_dir / "metrics.jsonl")
 
 
 def test_the_promised_names_are_described():
@@ -126,7 +127,7 @@ def test_a_row_that_waits_for_its_evaluation_is_written_once(tmp_path):
     with MetricsWriter(tmp_path, False, 3, True) as writer:
         writer.write(2, {"actor/loss": 5.0})
         writer.write(3, {})
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = jsonl.read(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3] and rows[2]["actor/loss"] == 5.0
     problems = (tmp_path / "problems.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in problems] == [0, 1, 2], "its problems stay"
@@ -139,7 +140,7 @@ def test_the_timeline_has_a_row_a_step_that_a_resume_writes_again(tmp_path):
             writer.write_timeline(step, spans)
     with MetricsWriter(tmp_path, False, 2) as writer:
         writer.write_timeline(2, {"trainer": [], "sampler": []})
-    rows = [json.loads(line) for line in (tmp_path / "timeline.jsonl").read_text().splitlines()]
+    rows = jsonl.read(tmp_path / "timeline.jsonl")
     assert rows == [
         {"step": 1, "trainer": [["values", 1, 5.0, 6.5]], "sampler": []},
         {"step": 2, "trainer": [], "sampler": []},

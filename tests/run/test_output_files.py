@@ -4,7 +4,6 @@ Two real processes; how much memory they hold is a stand-in's. Rows by themselve
 tests/run/test_metrics.py, tokens of shown responses in tests/run/test_token_records.py.
 """
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -12,6 +11,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from tests import jsonl
 from tests.dumped import GROUP_SIZE, config, rollouts
 
 SAMPLES = 3
@@ -34,11 +34,7 @@ def written(run_dir):
     """What the run's files hold."""
     names = ("metrics", "held_out", "problems", *(f"rollouts/step_00000{i}" for i in range(3)))
     files = {name: run_dir / f"{name}.jsonl" for name in names}
-    return {
-        name: [json.loads(line) for line in file.read_text().splitlines()]
-        for name, file in files.items()
-        if file.exists()
-    }
+    return {name: jsonl.read(file) for name, file in files.items() if file.exists()}
 
 
 def write(run_dir):

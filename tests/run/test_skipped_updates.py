@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.cut import mini_batches, select
+from tests.dumped import MODEL
 from tests.parallel.training import Layout, make_batch, make_config
 from tests.weights.tiny_hf import write_tiny_hf
 from vapo_megatron.models.hf_config import read_model_shape
@@ -151,6 +152,5 @@ def judge(hf, role, layout, dtype):
 
 @pytest.mark.parametrize("role,layout,dtype", CASES.values(), ids=CASES)
 def test_what_one_rank_finds_is_skipped_by_all(workers, tmp_path, role, layout, dtype):
-    sizes = dict(num_layers=2, hidden=32, heads=2, kv_heads=2, ffn=48, vocab=60)
-    hf = str(write_tiny_hf(tmp_path / "hf", **sizes))
+    hf = str(write_tiny_hf(tmp_path / "hf", **MODEL))
     workers.run(2, judge, hf, role, layout, dtype)

@@ -8,7 +8,8 @@ import dataclasses
 import pytest
 import torch
 
-from vapo_megatron.data.batch import RolloutBatch, StepSummary
+from tests import cut
+from vapo_megatron.data.batch import StepSummary
 from vapo_megatron.data.labels import NO_LABELS, labels_of
 from vapo_megatron.data.problems import Problem
 from vapo_megatron.data.rollout import CUTS, STATUSES
@@ -25,17 +26,14 @@ def batch_of(responses):
     starts = [0, 2, 5]
     tokens = [t for r in responses for t in range(starts[r], starts[r] + LENGTHS[r])]
     lengths = torch.tensor([LENGTHS[r] for r in responses])
-    bounds = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
-    return RolloutBatch(
-        tokens=torch.zeros(int(bounds[-1]) + len(responses), dtype=torch.long),
-        sequence_cu_seqlens=(bounds + torch.arange(len(bounds))).int(),
-        cu_seqlens=bounds.int(),
+    return cut.batch_of(
+        torch.zeros(len(tokens) + len(responses)).long(),
+        lengths + 1,
+        lengths,
         positions=torch.tensor(responses),
         rewards=torch.tensor([REWARDS[r] for r in responses]),
         is_correct=torch.tensor([REWARDS[r] > 0 for r in responses]),
-        truncated=torch.zeros(len(responses), dtype=torch.bool),
         rollout_logprobs=torch.tensor([-1.0 - DIFFERENCES[t] for t in tokens]),
-        loss_mask=torch.ones(len(tokens), dtype=torch.bool),
         old_logprobs=torch.full((len(tokens),), -1.0),
         values=torch.tensor([VALUES[t] for t in tokens]),
     )

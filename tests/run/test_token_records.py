@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from vapo_megatron.data.batch import RolloutBatch, StepSummary
+from tests.cut import batch_of
+from vapo_megatron.data.batch import StepSummary
 from vapo_megatron.data.rollout import Prompt, Rollout, ScoredRollout
 from vapo_megatron.run.token_records import gather_token_data, group_records, kept, token_pieces
 
@@ -40,13 +41,9 @@ def gathered(tp_size: int, dp_size: int, has_critic: bool = True):
     rows = torch.tensor(
         [[number(p, t, row) for p in mine for t in range(length(p))] for row in range(3)]
     )
-    zeros, empty = torch.zeros(len(mine)), torch.zeros(0)
-    bounds = torch.cat([torch.zeros(1), lengths.cumsum(0)]).int()
-    batch = RolloutBatch(
-        tokens=empty, sequence_cu_seqlens=bounds, cu_seqlens=bounds, positions=torch.tensor(mine),
-        rewards=zeros, is_correct=zeros, truncated=zeros, rollout_logprobs=empty,
-        loss_mask=empty, values=rows[0] if has_critic else None, advantages=rows[1],
-    )  # fmt: skip
+    values = rows[0] if has_critic else None
+    columns = {"positions": torch.tensor(mine), "values": values, "advantages": rows[1]}
+    batch = batch_of(torch.zeros(0), lengths, lengths, **columns)
     everyone = torch.tensor([length(p) for p in range(NUM)])
     summary = StepSummary(*[everyone] * 8)
     return gather_token_data(batch, rows[2], SHOWN, summary, place)

@@ -3,6 +3,7 @@
 Not exercised: a kernel that does not tell a process its children (CONFIG_PROC_CHILDREN).
 """
 
+import contextlib
 import gc
 import os
 import resource
@@ -57,8 +58,7 @@ def replies(sessions, count):
 
 
 def test_each_has_its_own_state_and_one_template_forks_all():
-    with_options = make(options={"start": 5})
-    try:
+    with contextlib.closing(make(options={"start": 5})) as with_options:
         assert with_options.describe() == {"from": 5}
         first = ask(with_options, *["identify"] * 6)
         with_options.ask(3, "well")
@@ -73,8 +73,6 @@ def test_each_has_its_own_state_and_one_template_forks_all():
         with open(f"/proc/{template}/statm") as file:
             used = int(file.read().split()[0]) * resource.getpagesize()
         assert used + 199 * 10**6 < limit[0] < used + 201 * 10**6
-    finally:
-        with_options.close()
 
 
 def test_a_process_has_no_file_of_the_template_and_ignores_a_jobs_signals(sessions):
@@ -117,20 +115,14 @@ def test_what_a_session_has_started_ends_with_it(sessions):
 
 
 def test_no_more_are_asked_at_once_than_allowed():
-    few = make(at_once=2)
-    try:
+    with contextlib.closing(make(at_once=2)) as few:
         times = [reply["value"] for reply in ask(few, *[("nap", 0.2)] * 7)]
-    finally:
-        few.close()
     assert max(sum(b <= start < e for b, e in times) for start, _ in times) <= 2
 
 
 def test_time_counts_from_when_a_request_is_sent():
-    one = make(at_once=1, timeout_seconds=3.0)
-    try:
+    with contextlib.closing(make(at_once=1, timeout_seconds=3.0)) as one:
         assert ask(one, "sleep", "well") == [OVER_TIME, {"count": 1}]
-    finally:
-        one.close()
 
 
 def test_a_reply_in_time_counts_however_late_it_is_read(sessions, monkeypatch):
@@ -198,11 +190,8 @@ def test_what_does_not_load_is_refused():
 
 def test_a_process_ends_itself_where_nobody_looks(sessions, monkeypatch):
     limits.limit(monkeypatch, 1.0)  # Patient with all.
-    hasty = make(timeout_seconds=0.2)
-    try:
+    with contextlib.closing(make(timeout_seconds=0.2)) as hasty:
         assert ask(hasty, "sleep") == [DIED]
-    finally:
-        hasty.close()
 
 
 def test_a_forked_child_ends_nothing(sessions):

@@ -8,9 +8,10 @@ import json
 
 import pytest
 
+from tests import jsonl
 from tests.dumped import MODEL, dump, rollouts
 from tests.weights.tiny_hf import write_tiny_hf
-from tests.whole_run import Given, lines, settings, trainer
+from tests.whole_run import Given, settings, trainer
 from vapo_megatron.errors import UserError
 
 
@@ -103,7 +104,7 @@ def signalled(hf, tmp, grace):
 
         made.train_step = then_signalled
         made.fit()
-    rows = lines(tmp / f"grace_{grace}/metrics.jsonl")
+    rows = jsonl.read(tmp / f"grace_{grace}/metrics.jsonl")
     checkpoints = sorted(p.name for p in (tmp / f"grace_{grace}/checkpoints").glob("step_*"))
     return source.asked, checkpoints, len(rows)
 

@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from tests.cut import batch_of
+from tests.layouts import Layout, parallel_fields
+from tests.models.built import call
 from vapo_megatron.config import VapoConfig
-from vapo_megatron.data.batch import RolloutBatch
 from vapo_megatron.data.microbatch import Microbatch, make_microbatch
 from vapo_megatron.models.build import build_model
 from vapo_megatron.models.hf_config import ModelShape, read_model_shape
 from vapo_megatron.parallel import groups
 from vapo_megatron.parallel.groups import Ranks
+from vapo_megatron.parallel.optimizer import (
+    build_ddp,
+    build_optimizer,
+    optimizer_step,
+    set_learning_rate,
+)
+from vapo_megatron.parallel.schedule import forward_backward
 from vapo_megatron.weights.load_hf import load_hf_weights
-
-# isort: split
-from megatron.core.packed_seq_params import PackedSeqParams
-
-
-class Layout(NamedTuple):
-    tp: int = 1
-    pp: int = 1
-    vpp: int | None = None
-    cp: int = 1
-    ep: int = 1
-
-    @property
-    def world_size(self) -> int:
-        return self.tp * self.pp * self.cp
-
 
 # Layouts with fewer key-value heads than tensor-parallel ranks, of models with 4 query heads.
 FEW_HEADS = [(Layout(2, 1), 1), (Layout(2, 2), 1), (Layout(4, 1), 1), (Layout(4, 1), 2)]
@@ -49,18 +43,15 @@ def make_config(layout: Layout, overlap: bool = False, **model: Any) -> VapoConf
         {
             # A vocabulary of 300 is padded to 320 with TP 1, to 384 with TP 2.
             "model": {"dtype": "float32", "make_vocab_size_divisible_by": 64, **model},
-            "parallel": {
-                "world_size": dist.get_world_size(),
-                "tensor_model_parallel_size": layout.tp,
-                "pipeline_model_parallel_size": layout.pp,
-                "virtual_pipeline_model_parallel_size": layout.vpp,
-                "context_parallel_size": layout.cp,
-                "expert_model_parallel_size": layout.ep,
+            "parallel": parallel_fields(
+                layout,
+                world_size=dist.get_world_size(),
                 # Which ranks with a part of each expert's tokens need.
-                "sequence_parallel": layout.tp > 1 and layout.ep > 1,
-                "overlap_grad_reduce": overlap,
-                "overlap_param_gather": overlap,
-            },
+                sequence_parallel=layout.tp > 1 and layout.ep > 1,
+                use_distributed_optimizer=True,
+                overlap_grad_reduce=overlap,
+                overlap_param_gather=overlap,
+            ),
         }
     )
 
@@ -96,44 +87,23 @@ def widen(chunks: list[torch.nn.Module], wanted: str) -> None:
             parameter.data = parameter.data.float()
 
 
-@torch.no_grad()
 def forward(chunk: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
     """One packed sequence through a model on one pipeline stage."""
-    return hidden_states(chunk, ids)
+    with torch.no_grad():
+        return call(chunk, list(ids))
 
 
-def hidden_states(chunk: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """`forward` with gradients."""
-    size = ids.shape[1]
-    bounds = torch.tensor([0, size], dtype=torch.int32)
-    packed = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=bounds,
-        cu_seqlens_kv=bounds,
-        max_seqlen_q=size,
-        max_seqlen_kv=size,
-    )
-    return chunk(
-        input_ids=ids,
-        position_ids=torch.arange(size)[None],
-        attention_mask=None,
-        packed_seq_params=packed,
-    )
+def two_updates(loaded: Loaded) -> Iterator[list[torch.nn.Module]]:
+    """Update an actor on its data-parallel ranks twice; after each, its wrapped chunks."""
+    chunks = build_ddp(loaded.chunks, loaded.config.parallel, loaded.chunks[0].config)
+    optimizer = build_optimizer(chunks, loaded.config.optimizer, "actor")
+    set_learning_rate(optimizer, 0.01)
+    for _ in range(2):
+        forward_backward(chunks, [microbatch()], lambda out, _: (out.float().square().sum(), {}))
+        optimizer_step(optimizer)
+        yield chunks
 
 
 def microbatch() -> Microbatch:
     """One response of 4 tokens after a prompt of 3."""
-    empty = torch.zeros(1)
-    return make_microbatch(
-        RolloutBatch(
-            tokens=torch.tensor([5, 9, 17, 33, 65, 129, 2]),
-            sequence_cu_seqlens=torch.tensor([0, 7], dtype=torch.int32),
-            cu_seqlens=torch.tensor([0, 4], dtype=torch.int32),
-            positions=torch.tensor([0]),
-            rewards=empty,
-            is_correct=empty.bool(),
-            truncated=empty.bool(),
-            rollout_logprobs=torch.zeros(4),
-            loss_mask=torch.ones(4),
-        )
-    )
+    return make_microbatch(batch_of(torch.tensor([5, 9, 17, 33, 65, 129, 2]), [7], [4]))

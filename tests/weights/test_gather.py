@@ -10,16 +10,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from tests.weights.loaded import FEW_HEADS, Layout, load, microbatch, widen
+from tests.weights.loaded import FEW_HEADS, Layout, load, two_updates, widen
 from tests.weights.tiny_hf import write_tiny_hf
 from vapo_megatron.parallel import groups
-from vapo_megatron.parallel.optimizer import (
-    build_ddp,
-    build_optimizer,
-    optimizer_step,
-    set_learning_rate,
-)
-from vapo_megatron.parallel.schedule import forward_backward
 from vapo_megatron.weights import gather
 from vapo_megatron.weights.gather import gather_hf_tensors
 
@@ -142,13 +135,8 @@ def test_buckets_are_bounded():
 def _updates(path, overlap, wrapped):
     """Two optimizer updates on 2 data-parallel ranks, each followed by a gathering."""
     loaded = load(path, Layout(), overlap=overlap)
-    chunks = build_ddp(loaded.chunks, loaded.config.parallel, loaded.chunks[0].config)
-    optimizer = build_optimizer(chunks, loaded.config.optimizer, "actor")
-    set_learning_rate(optimizer, 0.01)
     synced = []
-    for _ in range(2):
-        forward_backward(chunks, [microbatch()], lambda out, _: (out.float().square().sum(), {}))
-        optimizer_step(optimizer)
+    for chunks in two_updates(loaded):
         source = chunks if wrapped else loaded.chunks
         synced.append(_digest(gather_hf_tensors(source, loaded.shape, loaded.ranks)))
     return synced

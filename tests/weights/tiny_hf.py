@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -119,6 +119,15 @@ def write_tiny_hf(
     )
     _write_files(directory, tensors, num_files)
     return directory
+
+
+def write_tiny_model(directory: str | Path, *, last: Sequence[str] = (), **options: Any) -> Path:
+    """Write write_tiny_hf's directory with a tokenizer of as many words, among them the last."""
+    from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
+
+    path = write_tiny_hf(directory, **options)
+    write_tiny_tokenizer(path, options.get("vocab", 300), last=last)
+    return path
 
 
 def write_tiny_reward_model(

@@ -9,8 +9,6 @@ import hashlib
 import http.server
 import json
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -18,6 +16,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from tests.alone import printed_by
 from vapo_megatron.cli.prepare.columns import SHAPES, Shape, choose_shape, read_problem
 from vapo_megatron.cli.prepare.rows import count_rows, find_file, only_data_file, read_rows
 from vapo_megatron.errors import DataError
@@ -311,7 +310,7 @@ def hub():
 
 
 def test_files_of_the_hub(hub, tmp_path):
-    code = """if True:
+    code = """
         import sys
         from vapo_megatron.cli.prepare.rows import find_file
         from vapo_megatron.errors import DataError
@@ -323,11 +322,8 @@ def test_files_of_the_hub(hub, tmp_path):
     """
     sources = ["owner/name", "owner/two:train.jsonl", "owner/two", "owner/none"]
     kept = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and "proxy" not in k}
-    found = subprocess.run(
-        [sys.executable, "-c", code, *sources],
-        cwd=ROOT, env={**kept, "HF_ENDPOINT": hub, "HF_HOME": str(tmp_path)},
-        capture_output=True, text=True, check=True,
-    ).stdout.splitlines()  # fmt: skip
+    variables = {**kept, "HF_ENDPOINT": hub, "HF_HOME": str(tmp_path)}
+    found = printed_by(code, *sources, env=variables).splitlines()
     assert found[:2] == [CONTENT.decode().strip()] * 2
     assert "found train.jsonl, test.jsonl; name it: --data owner/two:train.jsonl" in found[2]
     assert "--data=owner/none cannot be fetched" in found[3] and "404" in found[3]

@@ -13,6 +13,7 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
+from tests import jsonl
 from vapo_megatron.cli.main import main
 from vapo_megatron.cli.probe.corrupt import corruptions
 from vapo_megatron.cli.probe.probes import METADATA_KEY
@@ -49,7 +50,7 @@ def place(tmp_path):
 
     def samples(*lines, rows=ROWS, **header):
         data = tmp_path / "all.jsonl"
-        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        jsonl.write(data, rows)
         first = {"evaluation": 1, "data": str(data), "samples": 3, "reward": {"verifier": "math"}}
         written = [{**first, **header}] + [
             {"prompt_index": i, "prompt": "", "answer": str(rows[i]["answer"]), "verifier": "math",
@@ -57,7 +58,7 @@ def place(tmp_path):
             for i, responses in enumerate(lines or LINES)
         ]  # fmt: skip
         file = tmp_path / "all.samples.jsonl"
-        file.write_text("".join(json.dumps(line) + "\n" for line in written))
+        jsonl.write(file, written)
         return file
 
     samples.directory = tmp_path
@@ -163,7 +164,7 @@ COLUMNS = ("data.prompt_column=question", "data.answer_column=target")
 
 def chains(place, *rows):
     file = place.directory / "chains.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    jsonl.write(file, rows)
     return ["arithmetic", "--data", file, "--chain-column", "solution"]
 
 
@@ -241,7 +242,7 @@ def test_what_does_not_fit_is_one_line(place, probe):
     pyarrow.parquet.write_table(table, place.directory / "mine.parquet")
     own = ["self", "--samples", samples]
     other = [{**row, "answer": 9} for row in ROWS]
-    (place.directory / "nine.jsonl").write_text("".join(json.dumps(r) + "\n" for r in other))
+    jsonl.write(place.directory / "nine.jsonl", other)
     for arguments, options, message in (
         (["self", "--samples", "nowhere.jsonl"], {}, "nowhere.jsonl does not exist; give one that"),
         (["self", "--samples", place.directory / "all.jsonl"], {}, "is not an evaluation's file"),
@@ -304,7 +305,7 @@ def test_the_commands_of_the_page(place, monkeypatch, capsys):
     of_run.parent.mkdir(parents=True)
     place().rename(of_run)
     rows = [{"prompt": c["question"], "answer": c["target"], **c} for c in CHAINS]
-    (directory / "data/gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    jsonl.write(directory / "data/gsm8k.jsonl", rows)
     page = (ROOT / "docs/evaluation.md").read_text()
     for text in re.findall(r"^vapo probe .*$", page, re.M):
         assert main(shlex.split(text)[1:]) == 0, capsys.readouterr().err

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import jsonl
 from tests.distributed.float64 import load_critic
 from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
 from tests.weights.tiny_hf import write_tiny_hf, write_tiny_reward_model
@@ -107,7 +108,7 @@ def place(tmp_path_factory):
         write_tiny_reward_model(place / name, **sizes, seed=seed)
     for name in ("hf", "reward", "other"):
         write_tiny_tokenizer(place / name)
-    (place / "all.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    jsonl.write(place / "all.jsonl", ROWS)
     table = pyarrow.Table.from_pylist([{**row, "pass_rate": 7} for row in ROWS])
     pyarrow.parquet.write_table(table, place / "all.parquet")
     return place
@@ -249,7 +250,7 @@ def test_a_parquet_file_keeps_its_types_and_its_columns(select):
 def test_a_column_that_parquet_cannot_hold_is_found_before_sampling(select, place):
     def written(levels):
         found = [{**row, "level": level} for row, level in zip(ROWS, levels)]
-        (place / "levels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+        jsonl.write(place / "levels.jsonl", found)
 
     given = {"data": "levels.jsonl"}
     written([0, 1, 2, 3, "hard", 5])

@@ -9,6 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from tests import jsonl
 from vapo_megatron.cli.select.table import source_table
 from vapo_megatron.config import DataConfig
 from vapo_megatron.data.problems import load_problems
@@ -65,7 +66,7 @@ def test_a_value_that_no_column_can_have_is_named_with_its_line(tmp_path, values
 
 def test_the_name_of_a_column_is_checked_too(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"prompt": "p", "answer": 1, "\ud800": 1}) + "\n")
+    jsonl.write(path, [{"prompt": "p", "answer": 1, "\ud800": 1}])
     with pytest.raises(DataError, match=r"line 1: column '\\ud800' cannot be stored in a parquet"):
         source_table(path, DataConfig(train_path=str(path)), load_problems(path))
 
@@ -77,7 +78,7 @@ def test_rows_with_other_columns_and_whole_numbers_among_fractions_are_one_table
         {"prompt": "q", "answer": "b", "y": ["t"]},
         {"prompt": "r", "answer": 0.5, "x": 0.5, "more": {"b": None}},
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    jsonl.write(path, rows)
     table = source_table(path, DataConfig(train_path=str(path)), load_problems(path))
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     assert table.to_pydict() == {

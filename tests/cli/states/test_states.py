@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tests import jsonl
 from tests.data.test_trajectories import HEADER, LINE, VECTORS
 from tests.reward.test_judge import Server
 from tests.rollout.chat_tokenizer import CHATML, SIZE, write_chat_tokenizer
-from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
-from tests.weights.tiny_hf import write_tiny_hf
+from tests.weights.tiny_hf import write_tiny_hf, write_tiny_model
 from vapo_megatron.cli.main import main
 from vapo_megatron.cli.states import judging
 from vapo_megatron.config import DataConfig
@@ -47,7 +47,7 @@ def states(tmp_path, capsys):
     def run(lines, *options, filter="process", **header):
         path = tmp_path / "t.jsonl"
         rows = [{**HEADER, **header}, *lines]
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        jsonl.write(path, rows)
         arguments = [path, "--filter", filter, "--out", tmp_path / "s.jsonl", "--overwrite"]
         code = main(["states", *map(str, arguments), "reward.num_workers=1", *options])
         return code, *capsys.readouterr()
@@ -55,10 +55,6 @@ def states(tmp_path, capsys):
     run.out = tmp_path / "s.jsonl"
     run.judged = tmp_path / "t.judged.jsonl"
     return run
-
-
-def rows(file):
-    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def judged_by(server, *options):
@@ -92,7 +88,7 @@ def test_steps_are_judged_and_the_states_written_once(states):
     assert len(asked) == len(set(asked)) + 2 == 8
     assert not any(GOLD in text for text in asked), "the judge is shown no ground truth"
     assert "[user]\nWhich?\n\n[assistant]\nlook\n\n[user]\nseen look@@A" in asked
-    assert [row["process"] for row in rows(states.judged)[1:]].count(0) == 2
+    assert [row["process"] for row in jsonl.read(states.judged)[1:]].count(0) == 2
     lines = [line.split() for line in out.splitlines()]
     assert ["none", "4", "9", "6"] in lines and ["process", "2", "4", "4"] in lines
     assert ["outcome", "2", "4", "4"] in lines and ["both", "2", "4", "4"] in lines
@@ -103,7 +99,7 @@ def test_steps_are_judged_and_the_states_written_once(states):
 def test_equal_states_have_a_count_and_the_columns_of_their_rows(states):
     lines = [{**line, "verifier": "math"} for line in LINES]
     assert states(lines, filter="none")[0] == 0
-    found = rows(states.out)
+    found = jsonl.read(states.out)
     asked = {"role": "user", "content": "Which?"}
     assert found[0] == {
         "prompt": [asked], "question_id": 7, "sample": 0, "step": 1, "steps": 2, "answer": GOLD,
@@ -144,7 +140,7 @@ def test_the_filters_of_the_vectors(states, name):
         sizes = sum(case["sub_trajectories"][each] for case in VECTORS["filters"])
         assert [each, str(kept), str(sizes)] in table
     expected = sum(case["sub_trajectories"][name] for case in VECTORS["filters"])
-    assert len(rows(states.out)) == expected
+    assert len(jsonl.read(states.out)) == expected
     assert ("1 steps without a label" in out) == (name in ("none", "outcome"))
 
 
@@ -160,14 +156,14 @@ def test_an_interrupted_command_resumes(states, monkeypatch):
             states(LINES[:3], *judged_by(server)),
             "2 verdicts failed", "the first: the verifier judge on ", "t.jsonl, line 4, step 1: ",
         )  # fmt: skip
-        assert len(rows(states.judged)) == 5 and not states.out.exists()
+        assert len(jsonl.read(states.judged)) == 5 and not states.out.exists()
         with states.judged.open("a") as file:
             file.write('{"key": "half a line')
         most[0] = 99
         code, out, error = states(LINES[:3], *judged_by(server))
         assert code == 0, error
         assert len(answered) == 6, "what was judged is kept"
-    assert len(rows(states.judged)) == 7 and "2 steps judged" in out
+    assert len(jsonl.read(states.judged)) == 7 and "2 steps judged" in out
 
 
 def test_verdicts_that_fail_now_and_then_are_counted_and_judged_again(states):
@@ -220,7 +216,7 @@ def test_a_verifier_of_ones_own(states):
     code, out, error = states(lines, "reward.verifier=tests.cli.states.verifiers:known")
     assert code == 0, error
     assert ["2", "2", "0.500"] in map(str.split, out.splitlines())
-    assert [row["step"] for row in rows(states.out)] == [1, 2]
+    assert [row["step"] for row in jsonl.read(states.out)] == [1, 2]
 
 
 def test_verifiers_that_judge_no_steps(states):
@@ -251,7 +247,7 @@ def test_calls_are_cut_behind_the_first_and_answers_end(states):
     code, out, error = states(lines, filter="none", tags=tags)
     assert code == 0, error
     assert "2 actions cut behind" in out and "1 actions malformed" in out
-    found = rows(states.out)
+    found = jsonl.read(states.out)
     assert [row["prompt"][-2]["content"] for row in found[1:]] == ["<s>x</s>", "well", "<s>x</s>"]
     asked = "an observation follows it; remove what follows, or the line"
     wrong = trajectory(1, "<a>1</a>", "<a>2</a>")
@@ -304,7 +300,7 @@ def test_states_longer_than_the_context_are_left_out(states, model):
     assert "0 states left out: over 256 prompt tokens" in whole[1]
     cut = states(LINES, *options, "rollout.max_prompt_tokens=40", filter="none", weights=weights)
     assert "4 states left out: over 40 prompt tokens" in cut[1] and "2 states written" in cut[1]
-    assert {row["step"] for row in rows(states.out)} == {1}
+    assert {row["step"] for row in jsonl.read(states.out)} == {1}
     none = states(LINES, *options, "rollout.max_prompt_tokens=4", filter="none", weights=weights)
     refused(none, "nothing is left: all 6 states have more than rollout.max_prompt_tokens=4")
 
@@ -337,8 +333,7 @@ def test_a_chat_whose_turns_do_not_end_is_refused(states, model):
 
 def test_texts_end_at_one_token(states, tmp_path):
     place = tmp_path / "words"
-    write_tiny_hf(place, num_layers=1, hidden=128, ffn=32, vocab=64)
-    write_tiny_tokenizer(place)
+    write_tiny_model(place, num_layers=1, hidden=128, ffn=32, vocab=64)
     weights = weights_digest(place)
     options = [f"model.hf_path={place}", "rollout.stop_token_ids=[2,9]"]
     about = {"filter": "none", "chat": False, "ends": ["w9"], "weights": weights}

@@ -3,17 +3,17 @@
 Not exercised: torchrun and vLLM (tests/e2e/test_faults.py has them), Slurm (tests/e2e/test_run.py).
 """
 
-import json
 import signal
 import subprocess
 import sys
 
 import pytest
 
-from tests import faults
+from tests import faults, jsonl
 from tests.dumped import MODEL, dump
 from tests.launched import Launched
 from tests.weights.tiny_hf import write_tiny_hf
+from tests.whole_run import measured
 from vapo_megatron.parallel.health.early_stop import SIGNALS, EarlyStop, signals_blocked
 
 PROGRAM = """
@@ -94,53 +94,41 @@ def test_a_step_is_finished_if_the_last_ones_times_allow_it(grace, fits):
 
 def test_a_step_that_straggles_still_has_its_updates_before_it():
     clock, stop = stopping(33)
-    clock.now = 100
-    assert stop.has_time_to_finish()
     # Near its 40 s; 12 s of updates and 8 s for the checkpoint are to come until 133.
-    clock.now = 112.9
-    assert stop.has_time_to_finish()
-    clock.now = 113.1
-    assert not stop.has_time_to_finish()
+    assert_time_until(113, clock, stop)
 
 
-def test_an_evaluation_counts_for_itself():
-    clock, stop = stopping(10)
+def assert_time_until(moment, clock, stop):
+    for now, has_time in ((100, True), (moment - 0.1, True), (moment + 0.1, False)):
+        clock.now = now
+        assert stop.has_time_to_finish() == has_time
+
+
+# 14 s of the evaluation are left, and 8 of the checkpoint.
+@pytest.mark.parametrize("grace,fits", [(10, False), (22.5, True)])
+def test_an_evaluation_counts_for_itself(grace, fits):
+    clock, stop = stopping(grace)
     clock.now = 99
     stop.begin()
     clock.now = 100
-    # 14 s of the evaluation are left, and 8 of the checkpoint.
-    assert not stop.has_time_to_evaluate()
-    clock, stop = stopping(22.5)
-    clock.now = 99
-    stop.begin()
-    clock.now = 100
-    assert stop.has_time_to_evaluate()
+    assert stop.has_time_to_evaluate() == fits
 
 
 def test_of_the_first_step_nothing_is_known_and_nothing_can_be_lost():
     times = {"time/evaluation_seconds": 9.0, "time/step_seconds": 9.0}
     clock, stop = stopping(30, times, save_seconds=None)
-    clock.now = 100
-    assert stop.has_time_to_finish()
     # Half of the grace is reserved for a checkpoint of unknown duration.
-    clock.now = 114.9
-    assert stop.has_time_to_finish()
-    clock.now = 115.1
-    assert not stop.has_time_to_finish()
+    assert_time_until(115, clock, stop)
 
 
 def steps(run_dir):
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["step"] for line in lines]
+    return [row["step"] for row in jsonl.read(run_dir / "metrics.jsonl")]
 
 
 def comparable(run_dir):
     """Rows without times, and every byte of the last checkpoint."""
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    varying = ("time/", "memory/", "tokens_per_second")
-    kept = [{k: v for k, v in row.items() if not k.startswith(varying)} for row in rows]
     last = run_dir / "checkpoints/step_000003"
-    return kept, {
+    return measured(run_dir), {
         str(p.relative_to(last)): p.read_bytes()
         for p in sorted(last.rglob("*"))
         if p.suffix in (".distcp", ".pt")

@@ -7,13 +7,13 @@ engine, which counts tokens, and the weight sync, which brings it one number.
 from __future__ import annotations
 
 import contextlib
-import json
 from pathlib import Path
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+from tests import jsonl
 from tests.dumped import MODEL
 from tests.rollout.disaggregated.lengths import Lengths
 from tests.rollout.test_partial import Counting
@@ -86,7 +86,7 @@ def inputs(tmp):
     hf, _ = write_inputs(tmp, test=3)
     rows = [{"prompt": f"w{i + 3}", "answer": "none" if i == REFUSED else "7"} for i in range(40)]
     rows = [{**row, "verifier": "math"} if i % 3 == 0 else row for i, row in enumerate(rows)]
-    (tmp / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    jsonl.write(tmp / "train.jsonl", rows)
     return hf, tmp
 
 

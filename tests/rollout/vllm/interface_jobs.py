@@ -9,9 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
 from tests.rollout.vllm.engine_jobs import build_engine, config, error_of
-from tests.weights.tiny_hf import write_tiny_hf
+from tests.weights.tiny_hf import write_tiny_model
 
 
 def without_names(tmp: Path) -> tuple[str, dict[str, str]]:
@@ -44,8 +43,7 @@ def without_names(tmp: Path) -> tuple[str, dict[str, str]]:
         patch.setattr(f"{groups}.{cleanup}", lambda: None)
         said[f"{groups}:{destroy} in {groups}:{cleanup}"] = error_of(check_imports)
 
-    path = write_tiny_hf(tmp, num_layers=1, heads=2, vocab=64)
-    write_tiny_tokenizer(path)
+    path = write_tiny_model(tmp, num_layers=1, heads=2, vocab=64)
     runner, worker = SimpleNamespace(), SimpleNamespace()
     executor = SimpleNamespace(driver_worker=SimpleNamespace(worker=worker))
     core = SimpleNamespace(_finalizer=SimpleNamespace(atexit=True))

@@ -15,11 +15,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
-from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
 from tests.rollout.vllm import engine_jobs as jobs
 from tests.rollout.vllm.interface_jobs import without_names
 from tests.rollout.vllm.sleep_jobs import LONGER_THAN_A_BLOCK
-from tests.weights.tiny_hf import EOS, write_tiny_hf
+from tests.weights.tiny_hf import EOS, write_tiny_model
 from vapo_megatron.planning.host_memory import VLLM_HOST_TOKEN_BYTES
 from vapo_megatron.rollout.vllm.interface import SUPPORTED
 
@@ -27,14 +26,18 @@ TINY = {"num_layers": 2, "heads": 2, "kv_heads": 2, "vocab": 64}
 PARTS = ("constructor", "generate")
 
 
+def make_models(directory, **of_each):
+    """name -> a model with a tokenizer; of_each: what it has beside TINY."""
+    return {
+        name: write_tiny_model(directory / name, **TINY, **more) for name, more in of_each.items()
+    }
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """Three directories: two models for TP=1, and a tied one for TP=2."""
-    paths = {}
-    for name, extra in {"first": {}, "second": {"seed": 1}, "tied": {"tied": True}}.items():
-        paths[name] = write_tiny_hf(tmp_path_factory.mktemp(name), **TINY, **extra)
-        write_tiny_tokenizer(paths[name])
-    return paths
+    of_each = {"first": {}, "second": {"seed": 1}, "tied": {"tied": True}}
+    return make_models(tmp_path_factory.mktemp("models"), **of_each)
 
 
 @pytest.fixture(scope="module")
@@ -127,9 +130,15 @@ def test_greedy_is_transformers_greedy(found, reference):
 
 def test_logprobs_are_transformers(found, reference):
     for rollout in both(found, "sampled"):
-        expected = logits_of(reference["first"], rollout).log_softmax(-1)
-        expected = expected[torch.arange(len(expected)), list(rollout.token_ids)]
-        torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, atol=1e-4, rtol=0)
+        assert_logprobs(rollout, reference["first"])
+
+
+def assert_logprobs(rollout, model, first=0, last=None):
+    """Those of tokens [first, last) are what the model gives for the text before each."""
+    expected = logits_of(model, rollout).log_softmax(-1)
+    expected = expected[torch.arange(len(expected)), list(rollout.token_ids)]
+    given = torch.tensor(rollout.logprobs)
+    torch.testing.assert_close(given[first:last], expected[first:last], atol=1e-4, rtol=0)
 
 
 def _filtered(logits, temperature, top_p, top_k):
@@ -352,9 +361,7 @@ def test_the_ranks_of_a_replica_stop_together(found_tp2):
 def test_tensor_parallel_is_transformers(found_tp2, reference):
     assert_greedy(reference["tied"], found_tp2[0]["greedy"])
     for rollout in found_tp2[0]["sampled"]:
-        expected = logits_of(reference["tied"], rollout).log_softmax(-1)
-        expected = expected[torch.arange(len(expected)), list(rollout.token_ids)]
-        torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, atol=1e-4, rtol=0)
+        assert_logprobs(rollout, reference["tied"])
 
 
 def test_configured_stop_tokens_are_the_only_ones(found_tp2):
@@ -375,8 +382,7 @@ def test_preempted_responses_are_sampled_alike(vllm_workers, models, found_tp2, 
 def test_host_bytes_of_a_token_are_those_of_the_plan(vllm_workers, found_tp2, tmp_path):
     """With a dict for each token it would be 370. A finished response is two arrays, 8 bytes a
     token, and some hundred bytes; vLLM's lists of the last one are there until the next one."""
-    write_tiny_hf(tmp_path / "hf", **{**TINY, "vocab": 2000})
-    write_tiny_tokenizer(tmp_path / "hf", 2000)
+    write_tiny_model(tmp_path / "hf", **{**TINY, "vocab": 2000})
     found = vllm_workers.run(2, jobs.host_bytes, tmp_path, tmp_path / "hf", timeout_seconds=280)
     for running, finished in found:
         # Lists grow by an eighth at a time: the plan has more than there is on average.
@@ -396,10 +402,8 @@ FAMILIES = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_other_families_are_transformers(vllm_workers, found_tp2, tmp_path, family):
     """Exported by Megatron and read by vLLM's own loader; then another model's weights, synced."""
-    paths = {}
-    for seed, name in enumerate(("first", "second")):
-        paths[name] = write_tiny_hf(tmp_path / name, **TINY, **FAMILIES[family], seed=seed)
-        write_tiny_tokenizer(paths[name])
+    of_family = FAMILIES[family]
+    paths = make_models(tmp_path, first=of_family, second={**of_family, "seed": 1})
     found = vllm_workers.run(2, jobs.of_family, tmp_path, *paths.values())
     for name, path in paths.items():
         assert_greedy(AutoModelForCausalLM.from_pretrained(path).eval(), found[0][name])
@@ -418,12 +422,10 @@ def test_keys_and_values_of_8_bits(vllm_workers, models, found_tp2, tmp_path):
 
 
 def test_what_vllm_refuses_is_a_config_error(vllm_workers, models, found_tp2, tmp_path):
-    path = write_tiny_hf(tmp_path / "heads", **{**TINY, "heads": 4, "kv_heads": 4})
-    write_tiny_tokenizer(path)
+    path = write_tiny_model(tmp_path / "heads", **{**TINY, "heads": 4, "kv_heads": 4})
     for error in vllm_workers.run(2, jobs.refused, tmp_path, path):
         assert error.startswith("ConfigError: ") and "must be one of 32, 64, " in error
-    path = write_tiny_hf(tmp_path / "wider", **TINY, head_dim=64)
-    write_tiny_tokenizer(path)
+    path = write_tiny_model(tmp_path / "wider", **TINY, head_dim=64)
     for error in vllm_workers.run(2, jobs.refused, tmp_path, path):
         assert "head_dim=64 must be hidden_size / num_attention_heads = 32" in error
     too_small = "rollout.kv_cache_bytes=1000"

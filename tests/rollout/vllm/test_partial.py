@@ -4,24 +4,18 @@ One process and a tiny Qwen2 in float32. Not exercised: GPUs, sharded engines.
 """
 
 import pytest
-import torch
-from transformers import Qwen2ForCausalLM
 
-from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
 from tests.rollout.vllm import partial_jobs as jobs
 from tests.rollout.vllm.engine_jobs import settings
-from tests.rollout.vllm.test_engine import TINY, assert_greedy, logits_of
-from tests.weights.tiny_hf import write_tiny_hf
+from tests.rollout.vllm.test_engine import assert_greedy, assert_logprobs, make_models, reference
 from vapo_megatron.rollout.requests import continued_seed
+
+__all__ = ["reference"]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    paths = {}
-    for name, extra in {"first": {}, "second": {"seed": 1}}.items():
-        paths[name] = write_tiny_hf(tmp_path_factory.mktemp(name), **TINY, **extra)
-        write_tiny_tokenizer(paths[name])
-    return paths
+    return make_models(tmp_path_factory.mktemp("models"), first={}, second={"seed": 1})
 
 
 @pytest.fixture(scope="module")
@@ -31,19 +25,6 @@ def found(vllm_workers, models, tmp_path_factory):
         1, jobs.cut_and_gone_on, tmp, models["first"], models["second"], timeout_seconds=280
     )
     return result
-
-
-@pytest.fixture(scope="module")
-def reference(models):
-    return {name: Qwen2ForCausalLM.from_pretrained(path).eval() for name, path in models.items()}
-
-
-def assert_logprobs(rollout, model, first, last):
-    """Those of tokens [first, last) are what the model gives for the text before each."""
-    expected = logits_of(model, rollout).log_softmax(-1)
-    expected = expected[torch.arange(len(expected)), list(rollout.token_ids)]
-    given = torch.tensor(rollout.logprobs)
-    torch.testing.assert_close(given[first:last], expected[first:last], atol=1e-4, rtol=0)
 
 
 def test_what_is_not_cut_is_as_without(found):

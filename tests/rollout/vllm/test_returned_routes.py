@@ -10,10 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
 from tests.rollout.vllm import route_jobs as jobs
 from tests.rollout.vllm.test_engine import FAMILIES, TINY
-from tests.weights.tiny_hf import write_tiny_hf
+from tests.weights.tiny_hf import write_tiny_model
 
 TIE = 1e-4
 """Where a router's logits are closer than this, float32 may choose either expert."""
@@ -21,12 +20,8 @@ TIE = 1e-4
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    paths = []
-    for seed in range(2):
-        path = tmp_path_factory.mktemp(f"model{seed}")
-        paths.append(write_tiny_hf(path, **TINY, **FAMILIES["qwen3_moe"], seed=seed))
-        write_tiny_tokenizer(path)
-    return paths
+    tmp, sizes = tmp_path_factory.mktemp("models"), {**TINY, **FAMILIES["qwen3_moe"]}
+    return [write_tiny_model(tmp / str(seed), **sizes, seed=seed) for seed in range(2)]
 
 
 @pytest.fixture(scope="module")

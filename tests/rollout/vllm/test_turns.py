@@ -6,19 +6,16 @@ exercised: GPUs.
 
 import pytest
 
-from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
 from tests.rollout.vllm import turn_jobs as jobs
 from tests.rollout.vllm.test_engine import TINY
-from tests.weights.tiny_hf import write_tiny_hf
+from tests.weights.tiny_hf import write_tiny_model
 
 DELAYS = ("up to 0.0 s", "up to 0.03 s", "up to 0.1 s", "up to 0.3 s")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    path = write_tiny_hf(tmp_path_factory.mktemp("model"), **TINY)
-    write_tiny_tokenizer(path)
-    return path
+    return write_tiny_model(tmp_path_factory.mktemp("model"), **TINY)
 
 
 @pytest.fixture(

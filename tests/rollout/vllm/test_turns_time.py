@@ -7,9 +7,8 @@ small beside decoding. Not exercised: GPUs, TP above 1.
 
 import pytest
 
-from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
 from tests.rollout.vllm import turn_time_jobs as jobs
-from tests.weights.tiny_hf import write_tiny_hf
+from tests.weights.tiny_hf import write_tiny_model
 
 pytestmark = pytest.mark.slow
 
@@ -18,8 +17,7 @@ SIZE = {"num_layers": 4, "hidden": 256, "heads": 4, "kv_heads": 4, "ffn": 512, "
 
 @pytest.fixture(scope="module")
 def found(vllm_workers, tmp_path_factory):
-    path = write_tiny_hf(tmp_path_factory.mktemp("model"), **SIZE)
-    write_tiny_tokenizer(path)
+    path = write_tiny_model(tmp_path_factory.mktemp("model"), **SIZE)
     tmp = tmp_path_factory.mktemp("run")
     (found,) = vllm_workers.run(1, jobs.timed, tmp, path, 5, timeout_seconds=280)
     print({name: round(value, 3) for name, value in found.items()})

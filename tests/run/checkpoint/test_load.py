@@ -12,6 +12,7 @@ import threading
 import pytest
 import torch
 
+from tests.cut import batch_of
 from tests.weights.tiny_hf import write_tiny_hf
 
 SAVED_AT, UPDATES = 2, 5
@@ -31,7 +32,6 @@ def train(hf, root, settings, tp, pp, load, saved_at=SAVED_AT, cp=1):
     import torch.distributed as dist
 
     from vapo_megatron.config import VapoConfig
-    from vapo_megatron.data.batch import RolloutBatch
     from vapo_megatron.data.microbatch import make_microbatch
     from vapo_megatron.models.hf_config import read_model_shape
     from vapo_megatron.models.value_head import values_of
@@ -61,17 +61,7 @@ def train(hf, root, settings, tp, pp, load, saved_at=SAVED_AT, cp=1):
     place = groups.initialize(config.parallel)
     model = Critic(read_model_shape(hf), config, place, str(hf)).trained
     tokens = torch.randint(0, 200, (40,), generator=torch.Generator().manual_seed(1))
-    batch = RolloutBatch(
-        tokens=tokens,
-        sequence_cu_seqlens=torch.tensor([0, 15, 40], dtype=torch.int32),
-        cu_seqlens=torch.tensor([0, 10, 30], dtype=torch.int32),
-        positions=torch.arange(2),
-        rewards=torch.ones(2),
-        is_correct=torch.ones(2, dtype=torch.bool),
-        truncated=torch.zeros(2, dtype=torch.bool),
-        rollout_logprobs=torch.zeros(30),
-        loss_mask=torch.ones(30, dtype=torch.bool),
-    )
+    batch = batch_of(tokens, [15, 25], [10, 20])
     count = torch.tensor(30.0 * place.dp_size)
     part = make_microbatch(batch, cp_size=place.cp_size, cp_rank=place.cp_rank)
     mini_batch = MiniBatch([part], {"tokens": count})
@@ -121,18 +111,30 @@ def test_resumed_losses(workers, tmp_path, settings):
 @pytest.mark.parametrize("method", ["adamw", pytest.param("dion", marks=pytest.mark.slow)])
 def test_resume_in_other_context_parallel_sizes(workers, tmp_path, method):
     """Context-parallel ranks share the optimizer's state; fewer or more of them take it up."""
-    hf, root, settings = tmp_path / "hf", tmp_path / "checkpoints", ("float32", True, method)
-    write_tiny_hf(hf, tied=False, seed=0)
-    straight, _ = workers.run(2, train, hf, root, settings, 1, 1, False, SAVED_AT, 2)[0]
+    # World size, TP, PP and CP.
+    others = [(1, 1, 1, 1), (4, 1, 1, 4), (4, 2, 1, 2), (2, 1, 1, 1)]
+    goes_on_in_other_layouts(workers, tmp_path, method, (2, 1, 1, 2), others, 1e-6)
+
+
+def goes_on_in_other_layouts(workers, tmp_path, method, layout, others, tolerance, **sizes):
+    """Make all updates in one layout, and what follows its checkpoint in it and in the others."""
+    hf, root = tmp_path / "hf", tmp_path / "checkpoints"
+    write_tiny_hf(hf, tied=False, seed=0, **sizes)
+
+    def losses(layout, load):
+        size, tp, pp, cp = layout
+        settings = ("float32", True, method), tp, pp, load, SAVED_AT, cp
+        return workers.run(size, train, hf, root, *settings)[0]
+
+    straight, _ = losses(layout, False)
     assert abs(straight[SAVED_AT] - straight[-1]) > 0.01
-    for world_size, tp, cp in ((2, 1, 2), (1, 1, 1), (4, 1, 4), (4, 2, 2), (2, 1, 1)):
-        found, num_updates = workers.run(
-            world_size, train, hf, root, settings, tp, 1, True, SAVED_AT, cp
-        )[0]
+    for other in (layout, *others):
+        found, num_updates = losses(other, True)
         assert num_updates == UPDATES
-        if (tp, cp) == (1, 2):
+        if other == layout:
             assert found == straight[SAVED_AT:], "the same layout resumes bit for bit"
-        assert found == pytest.approx(straight[SAVED_AT:], rel=1e-6, abs=1e-6)
+        expected = pytest.approx(straight[SAVED_AT:], rel=tolerance, abs=tolerance)
+        assert found == expected, other
 
 
 def test_fewer_key_value_heads_than_ranks(workers, tmp_path):
@@ -147,16 +149,9 @@ def test_fewer_key_value_heads_than_ranks(workers, tmp_path):
 @pytest.mark.parametrize("method", ["dion", pytest.param("muon", marks=pytest.mark.slow)])
 def test_owners_and_slices_of_matrices_may_change(workers, tmp_path, method):
     """Four ranks share two key-value heads; then owners are other ranks, or slices other rows."""
-    hf, root, settings = tmp_path / "hf", tmp_path / "checkpoints", ("float32", True, method)
-    write_tiny_hf(hf, kv_heads=2, tied=False, seed=0)
-    straight, _ = workers.run(4, train, hf, root, settings, 4, 1, False)[0]
-    assert abs(straight[SAVED_AT] - straight[-1]) > 0.01
-    for world_size, tp, pp in ((4, 4, 1), (1, 1, 1), (2, 2, 1), (2, 1, 2), (2, 1, 1)):
-        resumed, num_updates = workers.run(world_size, train, hf, root, settings, tp, pp, True)[0]
-        assert num_updates == UPDATES
-        if tp == 4:
-            assert resumed == straight[SAVED_AT:], "the same layout resumes bit for bit"
-        assert resumed == pytest.approx(straight[SAVED_AT:], rel=1e-5, abs=1e-5), (tp, pp)
+    others = [(1, 1, 1, 1), (2, 2, 1, 1), (2, 1, 2, 1), (2, 1, 1, 1)]
+    layout = (4, 4, 1, 1)
+    goes_on_in_other_layouts(workers, tmp_path, method, layout, others, 1e-5, kv_heads=2)
 
 
 def refused(hf, root, wanted):

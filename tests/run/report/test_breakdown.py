@@ -2,6 +2,7 @@
 
 import json
 
+from tests import jsonl
 from tests.run.report.test_page import HOSTILE, Page, write_run
 from vapo_megatron.run.report.page import build_report
 
@@ -25,8 +26,8 @@ STEPS = [
 
 def added_to(run_dir, rows):
     file = run_dir / "metrics.jsonl"
-    kept = [json.loads(line) for line in file.read_text().splitlines()]
-    file.write_text("".join(json.dumps({**k, **r}) + "\n" for k, r in zip(kept, rows, strict=True)))
+    kept = jsonl.read(file)
+    jsonl.write(file, ({**k, **r} for k, r in zip(kept, rows, strict=True)))
     return Page(build_report(run_dir).read_text(encoding="utf-8"))
 
 
@@ -72,7 +73,7 @@ def test_without_several_names_there_is_neither(tmp_path):
 def test_a_group_says_where_it_is_from_and_who_judged_it(tmp_path):
     run_dir = write_run(tmp_path / "run", num_steps=1)
     file = run_dir / "rollouts/step_000001.jsonl"
-    first, second = map(json.loads, file.read_text().splitlines())
+    first, second = jsonl.read(file)
     first |= {"verifier": "math", "source": HOSTILE}
     file.write_text(json.dumps(first) + "\n" + json.dumps(second) + "\n")
     page = Page(build_report(run_dir).read_text(encoding="utf-8"))

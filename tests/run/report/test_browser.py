@@ -8,6 +8,7 @@ import re
 
 import pytest
 
+from tests import jsonl
 from tests.browser import Browser
 from tests.run.report.test_page import write_run
 from vapo_megatron.run.metrics import MetricsWriter
@@ -42,7 +43,7 @@ READ = (
 def hostile(run_dir, step: int, prompts: list[str], has_critic: bool = True) -> None:
     """Make the first two responses of a step's groups dangerous, the second one wrong."""
     file = run_dir / "rollouts" / f"step_{step:06d}.jsonl"
-    groups = [json.loads(line) for line in file.read_text().splitlines()]
+    groups = jsonl.read(file)
     for group, prompt in zip(groups, prompts):
         group["prompt"], group["answer"] = prompt, "".join(PIECES)
         for sample, response in enumerate(group["responses"]):
@@ -54,7 +55,7 @@ def hostile(run_dir, step: int, prompts: list[str], has_critic: bool = True) -> 
             if not has_critic:
                 del response["tokens"]["values"]
         group["responses"][1] |= {"status": "wrong", "reward": -1.0}
-    file.write_text("".join(json.dumps(group) + "\n" for group in groups))
+    jsonl.write(file, groups)
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +190,7 @@ def test_responses_are_chosen_opened_and_pointed_at(show, report, tmp_path):
 def test_observations_stand_between_the_actions(show, tmp_path):
     run_dir = write_run(tmp_path / "run", num_steps=1)
     file = run_dir / "rollouts" / "step_000001.jsonl"
-    first, *_ = (json.loads(line) for line in file.read_text().splitlines())
+    first, *_ = jsonl.read(file)
     tokens = {"pieces": ["a", "b", "c", "d"], "values": VALUES[:4], "advantages": [0.25] * 4}
     turns = [
         {"action": "ab", "observation": "<u>one</u>", "reward": 0.5, "end": 2},
@@ -199,7 +200,7 @@ def test_observations_stand_between_the_actions(show, tmp_path):
     ]
     tokens["entropy"] = [0.5] * 4
     first["responses"][0] |= {"num_tokens": 8, "turns": turns, "tokens": tokens}
-    file.write_text(json.dumps(first) + "\n")
+    jsonl.write(file, [first])
     page = show(build_report(run_dir))
     page.point("section.step:not([hidden]) details.group summary", click=True)
     page.point("section.step:not([hidden]) details.response:nth-of-type(1) summary", click=True)
@@ -305,10 +306,10 @@ def test_arms_are_picked(show, tmp_path):
         write_run(tmp_path / arm / f"seed_{s}", 6, pretraining=0) for arm in "ab" for s in range(2)
     ]
     for metrics in tmp_path.glob("b/*/metrics.jsonl"):
-        rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+        rows = jsonl.read(metrics)
         for row in rows[1:]:
             row["reward/mean"] += 0.1 if "seed_0" in str(metrics) else 0.5
-        metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        jsonl.write(metrics, rows)
     page = show(build_comparison(runs, by_arm=True))
     page.point("h1")
 

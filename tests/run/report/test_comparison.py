@@ -3,7 +3,6 @@
 Not exercised: the drawing of the curves, which browsers alone do.
 """
 
-import json
 import os
 import re
 import subprocess
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests import jsonl
 from tests.run.report.test_page import PRETRAINING, Page, write_run
 from vapo_megatron.config import load_config
 from vapo_megatron.errors import DataError
@@ -38,7 +38,7 @@ def text(runs) -> str:
 
 
 def rows(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return jsonl.read(run / "metrics.jsonl")
 
 
 def cells(text: str, title: str) -> list[str]:
@@ -76,7 +76,7 @@ def test_a_run_keeps_its_look_in_every_chart_and_no_two_runs_share_one(tmp_path)
         (tmp_path / name).mkdir()
         metrics = [{"step": 1, "reward/mean": 0.5}, {"step": 2, "critic/loss": 0.1}]
         kept = metrics[1:] if name == "run_00" else metrics
-        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in kept))
+        jsonl.write(tmp_path / name / "metrics.jsonl", kept)
     page = build_comparison([tmp_path / name for name in names]).read_text()
     looks = [
         {s["label"]: (s["color"], s["dash"]) for s in chart["series"]}
@@ -125,7 +125,7 @@ def metrics_of(run: Path, values: list[float | None], name: str = "reward/mean",
     run.mkdir(parents=True)
     (run / "config.yaml").write_text(yaml.safe_dump({"seed": 0, **config}))
     rows = [{"step": step, name: value} for step, value in enumerate(values, 1)]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    jsonl.write(run / "metrics.jsonl", rows)
     return run
 
 

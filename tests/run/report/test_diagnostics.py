@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 
+from tests import jsonl
 from tests.run.report.test_page import Page, write_run
 from vapo_megatron.run.directory import Run, read_run
 from vapo_megatron.run.metrics import MetricsWriter
@@ -243,9 +244,9 @@ def test_many_problems_and_steps_are_bounded(tmp_path):
 def test_without_a_configuration_nothing_is_said_of_tokens(tmp_path):
     run_dir = write_run(tmp_path / "run", num_steps=1)
     kept = run_dir / "rollouts" / "step_000001.jsonl"
-    group = json.loads(kept.read_text().splitlines()[0])
+    group = jsonl.read(kept)[0]
     group["responses"] = [response("wrong", "xy", [0.5, 1.0]) | {"text": "xy"}]
-    kept.write_text(json.dumps(group) + "\n")
+    jsonl.write(kept, [group])
     assert plots(read_run(run_dir))
     (run_dir / "config.yaml").unlink()
     assert plots(read_run(run_dir)) == []

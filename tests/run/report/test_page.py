@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import jsonl
+from tests.alone import loaded_by
 from vapo_megatron.config import VapoConfig, load_config
 from vapo_megatron.data.rollout import Prompt, Rollout, ScoredRollout
 from vapo_megatron.errors import DataError
@@ -173,7 +175,7 @@ def series(page: Page, title: str) -> list[dict]:
 
 
 def test_every_curve_holds_the_rows_numbers(run_dir, page):
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = jsonl.read(run_dir / "metrics.jsonl")
     curves = {
         "Accuracy": ["evaluation/avg@8", "reward/correct_fraction"],
         "Reward": ["reward/mean"],
@@ -253,7 +255,7 @@ def test_what_no_curve_names_is_among_the_others(page):
 
 
 def test_headline_numbers(run_dir, page):
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = jsonl.read(run_dir / "metrics.jsonl")
     assert f"0.142\u2192{rows[-1]['evaluation/avg@8']:.3f}" in page.visible
     assert "avg@8, steps 0 and 34" in page.visible
     assert "14 value pretraining, 20 policy" in page.visible
@@ -286,12 +288,12 @@ def test_the_chart_library_is_the_named_version_and_its_licence_goes_along(run_d
 def test_model_text_is_inert(tmp_path):
     run_dir = write_run(tmp_path / "<u>run", num_steps=1)
     file = run_dir / "rollouts" / "step_000001.jsonl"
-    group = json.loads(file.read_text().splitlines()[0])
+    group = jsonl.read(file)[0]
     group["prompt"] = group["answer"] = HOSTILE
     for response in group["responses"]:
         response["text"] = HOSTILE + "\ud800"
     group["responses"][0]["status"] = '"><script>'
-    file.write_text(json.dumps(group) + "\n")
+    jsonl.write(file, [group])
     config = run_dir / "config.yaml"
     config.write_text(
         config.read_text().replace("answer_column: answer", "answer_column: <script>x</script>")
@@ -323,7 +325,7 @@ def test_verdicts_rewards_and_truncation_of_responses_are_shown(run_dir, page):
     assert re.findall(r"<h3>Step (\d+)</h3>", text) == list(map(str, range(1, 35, 3)))
     assert text.count('<details class="group">') == 24
     assert text.count('<details class="response ') == 24 * 16
-    group = json.loads((run_dir / "rollouts" / "step_000034.jsonl").read_text().splitlines()[0])
+    group = jsonl.read(run_dir / "rollouts" / "step_000034.jsonl")[0]
     correct = sum(r["status"] == "correct" for r in group["responses"])
     assert f"{correct}/16" in text and "truncated</span>" in text
     assert page.visible.count("+1.00") == text.count('<details class="response correct">') > 0
@@ -332,9 +334,9 @@ def test_verdicts_rewards_and_truncation_of_responses_are_shown(run_dir, page):
 def test_long_responses_are_cut_in_the_middle(tmp_path):
     run_dir = write_run(tmp_path / "run", num_steps=1)
     file = run_dir / "rollouts" / "step_000001.jsonl"
-    group = json.loads(file.read_text().splitlines()[0])
+    group = jsonl.read(file)[0]
     group["responses"][0]["text"] = "BEGIN" + "x" * 100_000 + "END"
-    file.write_text(json.dumps(group) + "\n")
+    jsonl.write(file, [group])
     text = build_report(run_dir).read_text()
     # 100,008 - 8,000 characters.
     assert "92,008 characters" in text and "BEGIN" in text and "xEND" in text
@@ -460,9 +462,9 @@ def test_command_line(run_dir, tmp_path):
 
 
 def test_the_command_needs_neither_torch_nor_megatron(run_dir):
-    code = (
-        "import sys; from vapo_megatron.run.report.page import build_report;"
-        "build_report(sys.argv[1]);"
-        "assert not {'torch', 'megatron', 'vllm'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code, str(run_dir)], check=True, cwd=ROOT)
+    code = """
+        import sys
+        from vapo_megatron.run.report.page import build_report
+        build_report(sys.argv[1])
+    """
+    assert loaded_by(code, ("torch", "megatron", "vllm"), run_dir) == []

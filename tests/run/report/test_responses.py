@@ -3,10 +3,9 @@
 Not exercised: the shading itself, which browsers alone do.
 """
 
-import json
-
 import pytest
 
+from tests import jsonl
 from tests.run.report.test_page import HOSTILE, Page, write_run
 from vapo_megatron.run.report.page import build_report
 
@@ -15,7 +14,7 @@ def written(run_dir, lengths, num_tokens=None):
     """A run of one step whose first group has responses of these numbers of tokens."""
     write_run(run_dir, num_steps=1)
     file = run_dir / "rollouts" / "step_000001.jsonl"
-    first, second = map(json.loads, file.read_text().splitlines())
+    first, second = jsonl.read(file)
     for response, length in zip(first["responses"], lengths):
         response["num_tokens"] = num_tokens or length
         response["tokens"] = {
@@ -28,7 +27,7 @@ def written(run_dir, lengths, num_tokens=None):
 
 
 def finished(run_dir, file, *groups) -> tuple[str, Page]:
-    file.write_text("".join(json.dumps(group) + "\n" for group in groups))
+    jsonl.write(file, groups)
     text = build_report(run_dir).read_text(encoding="utf-8")
     return text, Page(text)
 

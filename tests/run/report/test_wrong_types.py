@@ -5,11 +5,11 @@ right types shows (test_page.py).
 """
 
 import copy
-import json
 
 import pytest
 import yaml
 
+from tests import jsonl
 from vapo_megatron.cli.report import main
 from vapo_megatron.config import VapoConfig
 from vapo_megatron.errors import DataError
@@ -44,7 +44,7 @@ def write(run_dir, name, line):
     file.parent.mkdir(parents=True, exist_ok=True)
     # Two lines of different steps, as plots over steps need them.
     second = {**line, "step": 2} if line.get("step") == 1 else line
-    file.write_text("".join(json.dumps(row) + "\n" for row in (line, second)))
+    jsonl.write(file, (line, second))
 
 
 @pytest.fixture

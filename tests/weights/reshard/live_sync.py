@@ -14,16 +14,9 @@ from safetensors.torch import load_file
 
 from tests.rollout.vllm import engine_jobs
 from tests.rollout.vllm.poisoned_sleep import poison_sleep
-from tests.weights.loaded import Layout, all_parameters, load, microbatch
+from tests.weights.loaded import Layout, all_parameters, load, two_updates
 from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.parallel import groups
-from vapo_megatron.parallel.optimizer import (
-    build_ddp,
-    build_optimizer,
-    optimizer_step,
-    set_learning_rate,
-)
-from vapo_megatron.parallel.schedule import forward_backward
 from vapo_megatron.weights.export_hf import export_hf
 from vapo_megatron.weights.reshard import sync as sync_module
 from vapo_megatron.weights.reshard.plan import ENGINE, LiveWeight
@@ -227,16 +220,11 @@ def verified_versions(tmp: Path, path: Path) -> tuple[list[int], str, Any, float
 def updates(path: Path, overlap: bool) -> list[dict[str, str]]:
     """Two optimizer updates on 2 data-parallel ranks, each followed by a sync."""
     loaded = load(str(path), Layout(), overlap=overlap)
-    chunks = build_ddp(loaded.chunks, loaded.config.parallel, loaded.chunks[0].config)
-    optimizer = build_optimizer(chunks, loaded.config.optimizer, "actor")
-    set_learning_rate(optimizer, 0.01)
     engine = _small_engine()
     config = loaded.config
     sync = WeightSync(loaded.shape, loaded.ranks, config.model, config.rollout, engine)
     synced = []
-    for version in range(2):
-        forward_backward(chunks, [microbatch()], lambda out, _: (out.float().square().sum(), {}))
-        optimizer_step(optimizer)
+    for version, chunks in enumerate(two_updates(loaded)):
         sync.publish(chunks, version)
         synced.append(_hashes(engine.live))
     return synced

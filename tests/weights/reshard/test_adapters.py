@@ -8,10 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
 from tests.weights.peft_directory import ALL, load_with_peft, logprobs_of, write_adapters
 from tests.weights.reshard import adapter_jobs as jobs
-from tests.weights.tiny_hf import write_tiny_hf
+from tests.weights.tiny_hf import write_tiny_model
 
 SLOW = pytest.mark.slow
 TP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -28,8 +27,7 @@ RUNS = [
 @pytest.mark.parametrize("run", RUNS)
 def test_responses_are_those_of_peft(vllm_workers, tmp_path, run):
     rollout_tp, layout, how, targets = run
-    base = write_tiny_hf(tmp_path / "model", hidden=128, heads=4, kv_heads=2)
-    write_tiny_tokenizer(base, 300)
+    base = write_tiny_model(tmp_path / "model", hidden=128, heads=4, kv_heads=2)
     adapters = [
         write_adapters(base, tmp_path / f"adapter{seed}", targets, seed=seed) for seed in range(3)
     ]

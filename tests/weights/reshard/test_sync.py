@@ -11,10 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.rollout.tiny_tokenizer import write_tiny_tokenizer
 from tests.weights.loaded import Layout
 from tests.weights.reshard import live_sync as jobs
-from tests.weights.tiny_hf import write_tiny_hf
+from tests.weights.tiny_hf import write_tiny_hf, write_tiny_model
 
 # vLLM on a CPU takes heads of 32. A vocabulary of 300 is padded to 320 there.
 UNTIED = {"hidden": 128, "heads": 4, "kv_heads": 2}
@@ -57,8 +56,7 @@ RUNS = [
 @pytest.mark.parametrize("run", RUNS)
 def test_live_weights_and_responses_are_those_of_the_export(vllm_workers, tmp_path, run):
     world_size, model, rollout_tp, layouts, *overrides = run
-    path = write_tiny_hf(tmp_path / "model", **model)
-    write_tiny_tokenizer(path, 300)
+    path = write_tiny_model(tmp_path / "model", **model)
     arguments = (tmp_path, path, rollout_tp, layouts, *overrides)
     results = vllm_workers.run(world_size, jobs.layouts_into_vllm, *arguments, timeout_seconds=280)
     for found in results:
