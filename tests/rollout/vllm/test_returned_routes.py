@@ -31,7 +31,7 @@ def references(models):
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(1, marks=pytest.mark.slow, id="two replicas"), pytest.param(2, id="TP 2")],
+    params=[pytest.param(1, id="two replicas"), pytest.param(2, marks=pytest.mark.slow, id="TP 2")],
 )
 def found(request, vllm_workers, models, tmp_path_factory):
     """What each rank found."""

@@ -20,7 +20,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(1, marks=pytest.mark.slow, id="two replicas"), pytest.param(2, id="TP 2")],
+    params=[pytest.param(1, id="two replicas"), pytest.param(2, marks=pytest.mark.slow, id="TP 2")],
 )
 def found(request, vllm_workers, model, tmp_path_factory):
     """What each rank found."""

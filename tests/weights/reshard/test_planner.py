@@ -256,11 +256,8 @@ def part_of_the_layouts(model: str) -> list[Case]:
     return found
 
 
-QUICK = "Qwen2.5-7B"
-REST = [pytest.param(model, marks=pytest.mark.slow) for model in MODELS if model != QUICK]
-
-
-@pytest.mark.parametrize("model", [QUICK, *REST])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
 def test_part_of_the_layouts(model):
     cases = part_of_the_layouts(model)
     assert len(cases) >= 12

@@ -24,15 +24,17 @@ ROUNDED = "rollout.dtype=bfloat16"
 SLOW = pytest.mark.slow
 RUNS = [
     # World size, model, vLLM's TP, Megatron's layouts (what is left over is data parallel).
-    pytest.param(
-        (2, UNTIED, 1, [Layout(2, 1), Layout(1, 2), Layout(cp=2)]), id="2 x tp1", marks=SLOW
-    ),
+    pytest.param((2, UNTIED, 1, [Layout(2, 1), Layout(1, 2), Layout(cp=2)]), id="2 x tp1"),
     pytest.param(
         (2, TIED, 2, [Layout(2, 1), Layout(1, 1), Layout(1, 2)], ROUNDED),
         id="tp2, tied, rounded",
         marks=SLOW,
     ),  # fmt: skip
-    pytest.param((4, UNTIED, 2, [Layout(2, 2), Layout(2, 2, 2), Layout(tp=2, cp=2)]), id="2 x tp2"),
+    pytest.param(
+        (4, UNTIED, 2, [Layout(2, 2), Layout(2, 2, 2), Layout(tp=2, cp=2)]),
+        id="2 x tp2",
+        marks=SLOW,
+    ),
     pytest.param((4, TIED, 1, [Layout(2, 2)]), id="4 x tp1, tied", marks=SLOW),
     pytest.param((2, MIXTURE, 2, [Layout(2, ep=2)]), id="experts cut over 2"),
     pytest.param(
