@@ -2,7 +2,7 @@
 
 Each mean has its 95 % bootstrap interval over problems. Prints a table and writes it to
 RUN/before_after.md; `apart` says whether the two intervals have no value in common, `one answer`
-what always giving the most frequent ground truth would reach.
+what always giving the most frequent ground truth would reach. RUN/tasks.svg has each task's curves.
 """
 
 from __future__ import annotations
@@ -14,6 +14,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+# The miniatures' charts.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tiny"))
+
+from runner import curves
+
+from vapo_megatron.config.metrics import accuracy_name
 from vapo_megatron.data.problems import load_problems
 from vapo_megatron.data.storage import replace_file
 from vapo_megatron.errors import DataError, UserError
@@ -82,6 +88,29 @@ def table(run: Run) -> str:
     return "\n".join(lines) + "\n"
 
 
+def picture(run: Run) -> str:
+    """Return an SVG of each task's accuracy over the steps, of training and held-out responses."""
+    held_out = next((name for row in run.rows if (name := accuracy_name(row))), "")
+    metric = held_out.removeprefix("evaluation/")
+    trained = run.section("data").get("sources") or {}
+    others = [name for name in run.section("evaluation")["sources"] if name not in trained]
+    colors = dict(zip([*trained, *others], curves.COLORS, strict=False))
+    panels = []
+    for title, column in (
+        ("accuracy of training responses", "reward/by_source/{}/accuracy"),
+        (f"accuracy on held-out problems, {metric}", f"evaluation/by_source/{{}}/{metric}"),
+    ):
+        lines = []
+        for name, color in colors.items():
+            of_task = column.format(name)
+            points = [(row["step"], row[of_task]) for row in run.rows if of_task in row]
+            if points:
+                note = "" if name in trained else ", not trained on"
+                lines.append(curves.Line(f"{name}{note}", color, [points]))
+        panels.append(curves.Panel(title, "step", lines))
+    return curves.draw(panels, per_row=3)
+
+
 def apart(first: Estimate, last: Estimate) -> str:
     """Return yes if the intervals have no value in common."""
     ends = (first.low, first.high, last.low, last.high)
@@ -104,8 +133,10 @@ def main() -> int:
     parser.add_argument("run", type=Path, metavar="RUN")
     run_dir = parser.parse_args().run
     try:
-        text = table(read_run(run_dir))
+        run = read_run(run_dir)
+        text = table(run)
         replace_file(run_dir / "before_after.md", text)
+        replace_file(run_dir / "tasks.svg", picture(run))
     except UserError as error:
         print(f"before_after: {error}", file=sys.stderr)
         return 2

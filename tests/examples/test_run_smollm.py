@@ -8,6 +8,7 @@ examples/run_vapo_smollm.sh to say.
 import importlib.util
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -167,6 +168,26 @@ def test_the_table(before_after, run_dir):
         and "| 0.583 (" in counts
     )
     assert sums.endswith("| yes |") and counts.endswith("| no |")
+
+
+def test_the_picture_has_a_line_for_each_task(before_after, run_dir):
+    """Both end at the right; the higher share is the higher point."""
+    trained = "reward/by_source/sums/accuracy"
+    rows = [
+        {"step": 0, "evaluation/avg@4": 0.2, "evaluation/by_source/sums/avg@4": 0.0,
+         "evaluation/by_source/counts/avg@4": 0.5},
+        {"step": 1, trained: 0.25},
+        {"step": 5, trained: 0.5, "evaluation/avg@4": 0.9, "evaluation/by_source/sums/avg@4": 1.0,
+         "evaluation/by_source/counts/avg@4": 0.75},
+    ]  # fmt: skip
+    write_lines(run_dir / "metrics.jsonl", rows)
+    drawn = before_after.picture(read_run(run_dir))
+    lines = re.findall(r'<polyline points="([^"]+)"', drawn)
+    points = [[tuple(map(float, p.split(","))) for p in line.split()] for line in lines]
+    of_training, of_sums, of_counts = points
+    assert of_training[0][0] < of_training[1][0] and of_training[0][1] > of_training[1][1]
+    assert of_sums[0][1] > of_counts[0][1] > of_counts[1][1] > of_sums[1][1]
+    assert "counts, not trained on" in drawn and "held-out problems, avg@4" in drawn
 
 
 def test_no_table_of_other_problems_or_without_the_last_evaluation(before_after, run_dir):
