@@ -95,6 +95,8 @@ def picture(run: Run) -> str:
     trained = run.section("data").get("sources") or {}
     others = [name for name in run.section("evaluation")["sources"] if name not in trained]
     colors = dict(zip([*trained, *others], curves.COLORS, strict=False))
+    last = max(row["step"] for row in run.rows)
+    ticks = [(step, str(step)) for step in range(0, last + 1, max(1, last // 7))]
     panels = []
     for title, column in (
         ("accuracy of training responses", "reward/by_source/{}/accuracy"),
@@ -107,7 +109,7 @@ def picture(run: Run) -> str:
             if points:
                 note = "" if name in trained else ", not trained on"
                 lines.append(curves.Line(f"{name}{note}", color, [points]))
-        panels.append(curves.Panel(title, "step", lines))
+        panels.append(curves.Panel(title, "step", lines, ticks=ticks, end=last))
     return curves.draw(panels, per_row=3)
 
 
