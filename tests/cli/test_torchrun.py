@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -85,8 +86,17 @@ def worker(tmp_path):
 
 
 def launch(blocks, environment, *arguments):
-    """Be torchrun, in a process of a test's own."""
+    """Be torchrun, in a process of a test's own, whose agent may be slow to see that all ended."""
     os.environ.update(environment)
+    if "SLOW_TO_SEE" in environment:
+        run_agent = torchrun._run_agent
+
+        def slow(*given):
+            found = run_agent(*given)
+            time.sleep(float(environment["SLOW_TO_SEE"]))
+            return found
+
+        torchrun._run_agent = slow
     if blocks:
         early_stop.block_signals()
     return torchrun.main(list(map(str, arguments)))
@@ -96,8 +106,7 @@ def end(worker, *does, blocks=False, **environment):
     """Start two workers that do that; the exit code and what was printed."""
     given = {"MASTER_PORT": str(free_port()), **environment}
     command = torchrun.torchrun_command(given, 2, [str(worker), *does])[3:]
-    environment = {"PYTHONPATH": str(ROOT)}
-    done = Launched(launch, blocks, environment, *command).wait()
+    done = Launched(launch, blocks, {"PYTHONPATH": str(ROOT), **environment}, *command).wait()
     assert done.stdout == "", done.stdout
     return done.returncode, done.stderr
 
@@ -142,9 +151,10 @@ def test_a_port_in_use_is_a_mistake(worker):
     assert said.startswith(f"error: MASTER_PORT={port} is in use on this machine; ")
 
 
-def test_ctrl_c_reaches_the_workers_and_ends_well(worker):
-    """The one that has not begun ends at once."""
-    code, said = end(worker, "interrupted", "interrupted", blocks=True)
+@pytest.mark.parametrize("late", [{}, {"SLOW_TO_SEE": "1.5"}], ids=["at once", "late"])
+def test_ctrl_c_reaches_the_workers_and_ends_well(worker, late):
+    """The one that has not begun ends at once; that none is left is no other mistake."""
+    code, said = end(worker, "interrupted", "interrupted", blocks=True, **late)
     assert code == 130 and said.count("\n") == 1 and said.startswith("stopped by SIGINT ")
 
 

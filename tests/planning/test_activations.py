@@ -134,20 +134,21 @@ def test_backward_pass_of_a_layer():
 
 
 def test_a_forward_pass_without_gradients():
-    # A token of Qwen2.5-0.5B on one GPU: 5 H + 3 F = 5 * 896 + 3 * 4864 = 19072 elements, more than
-    # 4 H + q + 2k + 3 q + k = 4 * 896 + 4 * 896 + 3 * 128 = 7552.
+    # A token of Qwen2.5-0.5B on one GPU: 4 H + 3 F = 4 * 896 + 3 * 4864 = 18176 elements, more than
+    # 3 H + q + 2k + 3 q + k = 3 * 896 + 4 * 896 + 3 * 128 = 6656.
     shape = known_shape("Qwen2.5-0.5B")
     config = make_config(1, 1, 1, vllm_tp=1)
     where = {"pp_rank": 0, "tokens": 1000}
-    assert activations.Passes(shape, config, "critic", **where).inference() == (2 * 19_072_000, 0)
-    # Qwen3-0.6B has wide heads: 4 H + q + 2k + 3 q + k = 15360 for 5 H + 3 F = 14336.
+    assert activations.Passes(shape, config, "critic", **where).inference() == (2 * 18_176_000, 0)
+    # Qwen3-0.6B has wide heads: 3 H + q + 2k + 3 q + k = 14336 for 4 H + 3 F = 13312.
     wide = known_shape("Qwen3-0.6B")
-    assert activations.Passes(wide, config, "critic", **where).inference() == (2 * 15_360_000, 0)
+    assert activations.Passes(wide, config, "critic", **where).inference() == (2 * 14_336_000, 0)
     # 1 GiB / (4 * 151936) = 1766 rows of scores, a tile of 220 among them. All of 1000 rows at
     # once; a tile is an eighth of the largest chunk all the same.
     found = activations.Passes(shape, config, "actor", **where).inference()
     assert found == (3 * 896 * 2 * 1000, 151_936 * 4 * (1000 + 220))
-    # A layer has more than the scores, and they hide a part of it.
+    # A layer has more than the scores, and they hide a part of it; an actor's has another H, of the
+    # hidden states of the microbatch before.
     logits = 151_936 * 4 * 1766
     long = {"pp_rank": 0, "tokens": 100_000}
     found = activations.Passes(shape, config, "actor", **long).inference()

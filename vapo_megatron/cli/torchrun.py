@@ -16,7 +16,7 @@ import socket
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ[LAUNCHER] = str(os.getpid())
     with contextlib.ExitStack() as stack:
         if signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
-            watching = early_stop.interrupts_watched(_interrupt_workers, is_launcher=True)
+            watching = early_stop.interrupts_watched(_interrupting(), is_launcher=True)
             stack.enter_context(watching)
         else:
             early_stop.end_on_interrupt("error: interrupted; nothing was started")
@@ -245,20 +245,30 @@ def _describe(rank: int, failure: ProcessFailure) -> str:
     return f"{process} was killed by signal {number}, {signal.Signals(number).name}{why}"
 
 
-def _interrupt_workers() -> None:
-    """Forward SIGINT: torch gives workers sessions of their own, which a terminal's misses."""
-    import psutil
+def _interrupting() -> Callable[[], None]:
+    """Return what forwards SIGINT: torch gives workers sessions of their own, without a terminal.
 
-    workers = psutil.Process().children()
-    if not workers:
-        report("error: interrupted; no process was running", INTERRUPTED)
-        sys.stderr.flush()
-        os._exit(INTERRUPTED)
-    for worker in workers:
-        try:
-            worker.send_signal(signal.SIGINT)
-        except psutil.Error:
-            pass  # It has ended.
+    It is called again and again, and the agent may need a while to see that all have ended.
+    """
+    had_workers = False
+
+    def interrupt() -> None:
+        import psutil
+
+        nonlocal had_workers
+        workers = psutil.Process().children()
+        if not workers and not had_workers:
+            report("error: interrupted; no process was running", INTERRUPTED)
+            sys.stderr.flush()
+            os._exit(INTERRUPTED)
+        had_workers = True
+        for worker in workers:
+            try:
+                worker.send_signal(signal.SIGINT)
+            except psutil.Error:
+                pass  # It has ended.
+
+    return interrupt
 
 
 def _one_line(error: BaseException) -> str:
