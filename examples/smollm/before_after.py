@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -94,7 +95,7 @@ def picture(run: Run) -> str:
     metric = held_out.removeprefix("evaluation/")
     trained = run.section("data").get("sources") or {}
     others = [name for name in run.section("evaluation")["sources"] if name not in trained]
-    colors = dict(zip([*trained, *others], curves.COLORS, strict=False))
+    colors = dict(zip([*trained, *others], itertools.cycle(curves.COLORS), strict=False))
     last = max(row["step"] for row in run.rows)
     ticks = [(step, str(step)) for step in range(0, last + 1, max(1, last // 7))]
     panels = []

@@ -41,7 +41,7 @@ def train(inputs, run_dir, steps, *overrides):
 
 def lasting(row):
     """What of a row does not depend on the machine."""
-    rooms = ("actor/", "critic/", "algorithm/", "reward/", "rollout/length", "evaluation/")
+    rooms = ("actor/", "critic/", "algorithm/", "reward/", "rollout/response_length", "evaluation/")
     return {name: value for name, value in row.items() if name.startswith(rooms)}
 
 

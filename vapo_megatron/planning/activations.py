@@ -282,8 +282,8 @@ class Passes:
         layout, w = self._layout, self._layout.widths
         h, bytes_per_channel = layout.residual_width, self.tokens * layout.element_bytes
         # A virtual pipeline's last rank has the outputs of its other chunks.
-        is_cut = self.config.parallel.virtual_pipeline_model_parallel_size is not None
-        only_values = self._is_last and self.role in VALUE_ROLES and not is_cut
+        has_one_chunk = self.config.parallel.virtual_pipeline_model_parallel_size is None
+        only_values = self._is_last and has_one_chunk and self.role in VALUE_ROLES
         held = (3 if only_values else 4) * h
         mlp = held + h + (5 if self.on_cpu else 3) * w.ffn + 3 * layout.dispatched_width
         attention = held + w.projected + 3 * w.query + w.key

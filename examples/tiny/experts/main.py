@@ -68,7 +68,6 @@ def plan(args: argparse.Namespace) -> command.Plan:
             for job in seed_jobs(root / form, table, seed, arms[form], more, f"{form}/")
         ]
 
-    args.seeds.sort()  # --quick has the least.
     return command.seeds_plan(args, "experts", of_seed, markdown, modules=("experts",))
 
 

@@ -100,7 +100,7 @@ def seeds_plan(
     table: Callable[[Sequence[Job]], str],
     modules: tuple[str, ...] = (),
 ) -> Plan:
-    """Return a plan that ends with OUT/table.md; --quick has the first seed alone.
+    """Return a plan that ends with OUT/table.md; --quick has the least seed alone.
 
     Args:
         args: of seeds_options, parsed.
@@ -110,7 +110,7 @@ def seeds_plan(
         modules: see Plan.
     """
     root = (args.out or Path(f"runs/{name}_{'quick' if args.quick else 'tiny'}")).resolve()
-    seeds = args.seeds[:1] if args.quick else sorted(set(args.seeds))
+    seeds = sorted(set(args.seeds))[: 1 if args.quick else None]
     jobs = [job for seed in seeds for job in seed_jobs(root, seed)]
 
     def write() -> str | None:
