@@ -101,10 +101,12 @@ _ports = itertools.cycle(
 def keep_imported() -> None:
     """Spare the collector what has been imported: 700,000 objects, a quarter of a second each time.
 
-    vLLM collects five times for each engine, and unfreezes everything when one ends.
+    vLLM collects five times for each engine, and unfreezes everything when one ends. What it would
+    freeze itself, process groups among it, could never be collected: gloo wakes a thread of each
+    group a hundred times a second, and two engines' worth of them took a third of two cores.
     """
     gc.freeze()
-    gc.unfreeze = lambda: None
+    gc.freeze = gc.unfreeze = lambda: None
 
 
 def _serve(connection: Connection, first: Sequence[str]) -> None:
