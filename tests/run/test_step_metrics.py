@@ -57,13 +57,14 @@ def on_rank(shares, algorithm, limit):
         statuses=torch.tensor([0, 1, 0]),
         truncated=torch.tensor([False, True, False]),
         rewards=torch.tensor(REWARDS),
-        prompt_indices=torch.zeros(3, dtype=torch.long),
+        prompt_indices=torch.tensor([4, 4, 7]),
         firsts=torch.arange(3),
         sources=torch.zeros(3, dtype=torch.long),
     )
     batch = with_advantages(summary, batch_of(shares[place.rank]), config, place)
     entropy = torch.full_like(batch.values, 0.25)
-    metrics = step_metrics(summary, batch, entropy, config, place)
+    labels = labels_of([(4, Problem("", source="a")), (7, Problem("", source="b"))], "math")
+    metrics = step_metrics(summary, batch, entropy, config, place, labels)
     try:
         metrics |= logprob_difference(batch, limit, place, is_stale=True)
     except LogprobsDiffer as error:
@@ -102,6 +103,12 @@ def test_numbers_by_hand(workers, world_size):
         assert metrics["critic/explained_variance"] == pytest.approx(1 - variance)
         assert metrics["critic/value_error_mean"] == pytest.approx(-0.25 / 6)
         assert metrics["critic/return_std"] == pytest.approx(1)
+        # Source a has the first two responses: returns 1 1 -1 -1 -1, errors .5 .5 -1 -.5 0.
+        explained = 1 - (1.75 / 5 - 0.1**2) / (1 - 0.2**2)
+        assert metrics["critic/by_source/a/explained_variance"] == pytest.approx(explained)
+        assert metrics["critic/by_source/a/value_error_mean"] == pytest.approx(0.1)
+        assert metrics["critic/by_source/b/explained_variance"] == 0, "its returns are all equal"
+        assert metrics["critic/by_source/b/value_error_mean"] == pytest.approx(-0.75)
         assert metrics["rollout/logprob_diff_mean"] == pytest.approx(0.07 / 6, rel=1e-4)
         assert metrics["rollout/logprob_diff_max"] == pytest.approx(0.04, rel=1e-4)
         # Ratios 1, e^.01, e^.02, 1, 1, e^.04: their sum 6.071062, that of their squares 6.144299.

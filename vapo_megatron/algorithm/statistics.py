@@ -81,17 +81,41 @@ def moments(values: Tensor, returns: Tensor, loss_mask: Tensor) -> Tensor:
     return torch.cat([masked_sums(returns, loss_mask), masked_sums(error, loss_mask)])
 
 
+def moments_by_label(
+    values: Tensor, returns: Tensor, loss_mask: Tensor, labels: Tensor, num_labels: int
+) -> Tensor:
+    """The same of the tokens of each label, such as those of one task's responses.
+
+    Args:
+        values, returns, loss_mask: as for moments.
+        labels: int64 [T], 0..num_labels-1.
+        num_labels: L.
+
+    Returns:
+        float64 [L, 6].
+    """
+    require_wide(values=values, returns=returns)
+    require_mask(loss_mask)
+    kept = trained_on(loss_mask)
+    labels, of_returns = labels[kept], returns[kept].double()
+    columns = []
+    for x in (of_returns, of_returns - values[kept].double()):
+        weights = (torch.ones_like(x), x, x.square())
+        columns += [labels.bincount(weight, minlength=num_labels) for weight in weights]
+    return torch.stack(columns, dim=-1)
+
+
 def explained_variance_from_moments(sums: Tensor) -> Tensor:
     """Explained variance from summed moments.
 
     Args:
-        sums: float64 [6] from moments, summed over microbatches and ranks.
+        sums: float64 [..., 6] from moments, summed over microbatches and ranks.
 
     Returns:
-        float64 0-d tensor; see explained_variance.
+        float64 [...]; see explained_variance.
     """
-    _, std = mean_and_std(sums[:3])
-    _, error_std = mean_and_std(sums[3:])
+    _, std = mean_and_std(sums[..., :3])
+    _, error_std = mean_and_std(sums[..., 3:])
     explained = 1 - (error_std / torch.where(std > 0, std, 1)).square()
     return torch.where(std > 0, explained, 0)
 
@@ -102,12 +126,12 @@ def value_error_from_moments(sums: Tensor) -> tuple[Tensor, Tensor]:
         mean(values - returns), std(returns)
 
     Args:
-        sums: float64 [6] from moments, summed over microbatches and ranks.
+        sums: float64 [..., 6] from moments, summed over microbatches and ranks.
 
     Returns:
-        float64 0-d tensors, both in units of reward.
+        float64 [...] each, both in units of reward.
     """
-    return -mean_and_std(sums[3:])[0], mean_and_std(sums[:3])[1]
+    return -mean_and_std(sums[..., 3:])[0], mean_and_std(sums[..., :3])[1]
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> Tensor:

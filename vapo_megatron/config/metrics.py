@@ -46,6 +46,12 @@ def _by(kind: str) -> dict[str, Metric]:
             "", f"Fraction of responses {judged} whose verification failed or timed out."
         ),
         f"reward/by_{kind}/NAME/share": Metric("", f"Share of the step's responses {judged}."),
+        f"critic/by_{kind}/NAME/explained_variance": Metric(
+            "", f"As critic/explained_variance, of responses {judged}."
+        ),
+        f"critic/by_{kind}/NAME/value_error_mean": Metric(
+            "", f"As critic/value_error_mean, of responses {judged}."
+        ),
         f"evaluation/by_{kind}/NAME/avg@K": Metric(
             "", f"As avg@K, of held-out responses {judged}."
         ),
@@ -303,7 +309,7 @@ class Named(NamedTuple):
     """The parts of a metric's name that goes by verifier or source."""
 
     group: str
-    """reward or evaluation."""
+    """reward, critic or evaluation."""
     kind: str
     """One of KINDS."""
     label: str

@@ -15,12 +15,13 @@ from vapo_megatron.algorithm.statistics import (
     masked_sums,
     mean_and_std,
     moments,
+    moments_by_label,
     value_error_from_moments,
 )
 from vapo_megatron.config import AlgorithmConfig
 from vapo_megatron.config.metrics import METRICS, emits, metric_by
 from vapo_megatron.data.batch import RolloutBatch, StepSummary
-from vapo_megatron.data.labels import Labels
+from vapo_megatron.data.labels import NO_LABELS, Labels
 from vapo_megatron.data.rollout import CUTS, STATUSES
 from vapo_megatron.parallel.groups import Ranks
 from vapo_megatron.parallel.reduce import max_over_world, sum_over_data_parallel
@@ -100,6 +101,7 @@ def logprob_difference(
     "critic/explained_variance",
     "critic/value_error_mean",
     "critic/return_std",
+    *(name for name in METRICS if name.startswith("critic/by_")),
     "algorithm/lambda_actor_mean",
 )
 def step_metrics(
@@ -108,6 +110,7 @@ def step_metrics(
     entropy: Tensor | None,
     algorithm: AlgorithmConfig,
     ranks: Ranks,
+    labels: Labels = NO_LABELS,
 ) -> dict[str, float]:
     """Reduce a step's metrics, except those of the updates; one small all-reduce.
 
@@ -118,6 +121,7 @@ def step_metrics(
         entropy: float32 [T], nats, of the sampling policy; None: not computed.
         algorithm: for lambda.
         ranks: this rank's place.
+        labels: what the values' metrics are broken down by; see metrics_by_label.
     """
     everything = torch.ones_like(batch.loss_mask, dtype=torch.bool)
     # One all-reduce of sums; means and deviations follow from it.
@@ -127,7 +131,12 @@ def step_metrics(
     if batch.advantages is not None:
         parts["advantages"] = masked_sums(batch.advantages, batch.loss_mask)
     if batch.values is not None and batch.returns is not None:
-        parts["values"] = moments(batch.values, batch.returns, batch.loss_mask)
+        tokens = batch.values, batch.returns, batch.loss_mask
+        parts["values"] = moments(*tokens)
+        for kind, names in labels.several.items():
+            of_response = _label_numbers(summary, labels, kind)[batch.positions]
+            of_label = moments_by_label(*tokens, batch.per_token(of_response), len(names))
+            parts[kind] = of_label.flatten()
     sums = dict(zip(parts, _sums_over_data_parallel([*parts.values()], ranks), strict=True))
     lengths = summary.response_lengths
     result = {
@@ -165,6 +174,8 @@ def step_metrics(
             "critic/return_std": return_std,
             "algorithm/lambda_actor_mean": torch.as_tensor(lambda_actor).mean(),
         }
+        for kind in labels.several:
+            result |= _values_by_label(sums[kind].view(-1, 6), labels, kind)
     return {name: float(value) for name, value in result.items()}
 
 
@@ -173,6 +184,24 @@ def _sums_over_data_parallel(parts: Sequence[Tensor], ranks: Ranks) -> Sequence[
     if not parts:
         return ()
     return sum_over_data_parallel(torch.cat([*parts]), ranks).split([len(part) for part in parts])
+
+
+def _label_numbers(summary: StepSummary, labels: Labels, kind: str) -> Tensor:
+    """Return int64 [N]: where each response's label of a kind stands in labels.several."""
+    number = {name: i for i, name in enumerate(labels.several[kind])}
+    indices = summary.prompt_indices.tolist()
+    return torch.tensor([number[labels.of[kind][index]] for index in indices])
+
+
+def _values_by_label(sums: Tensor, labels: Labels, kind: str) -> dict[str, Tensor]:
+    """Return the values' metrics of each label that has tokens; sums: [L, 6] of all ranks."""
+    explained, (errors, _) = explained_variance_from_moments(sums), value_error_from_moments(sums)
+    found: dict[str, Tensor] = {}
+    for i, name in enumerate(labels.several[kind]):
+        if sums[i, 0]:
+            found[metric_by("critic", kind, name, "explained_variance")] = explained[i]
+            found[metric_by("critic", kind, name, "value_error_mean")] = errors[i]
+    return found
 
 
 def _verdict_metrics(summary: StepSummary) -> dict[str, Tensor]:
@@ -281,16 +310,14 @@ def metrics_by_label(summary: StepSummary, labels: Labels) -> dict[str, float]:
         "response_length_mean": summary.response_lengths,
         "failed_fraction": torch.isin(summary.statuses, torch.tensor(failed)),
     }
-    indices = summary.prompt_indices.tolist()
     for kind, names in labels.several.items():
-        number = {name: i for i, name in enumerate(names)}
-        rows = torch.tensor([number[labels.of[kind][index]] for index in indices])
+        rows = _label_numbers(summary, labels, kind)
         counts = rows.bincount(minlength=len(names)).double()
         means = {
             what: rows.bincount(column.double(), minlength=len(names)) / counts
             for what, column in columns.items()
         }
-        for name, i in number.items():
+        for i, name in enumerate(names):
             result[metric_by("reward", kind, name, "share")] = float(counts[i]) / len(rows)
             if counts[i]:
                 for what, mean in means.items():

@@ -113,7 +113,9 @@ class StepTrainer(Built):
         scored, summary, batch, entropy, *_ = data
         self.output.rollouts(step, scored, summary, batch, entropy, self.source)
         return {
-            **step_metrics(summary, batch, entropy, config.algorithm, self.ranks),
+            **step_metrics(
+                summary, batch, entropy, config.algorithm, self.ranks, self.source.labels
+            ),
             **episode_metrics(summary),
             **reward_spread(summary, uses_scores=config.reward.from_score is not None),
             **metrics_by_label(summary, self.source.labels),

@@ -14,6 +14,8 @@ _CHARTS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("Held-out accuracy", "evaluation", "avg@", {"low": 0, "high": 1}),
     ("Reward", "reward", "reward_mean", {}),
     ("Held-out reward", "evaluation", "reward_mean", {}),
+    ("Explained variance", "critic", "explained_variance", {"high": 1, "floor": -1}),
+    ("Mean error of the values", "critic", "value_error_mean", {}),
     ("Response length", "reward", "response_length_mean", {"low": 0}),
     ("Share of the batch", "reward", "share", {"low": 0, "high": 1}),
     ("Failed verdicts", "reward", "failed_fraction", {"low": 0}),
