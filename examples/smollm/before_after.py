@@ -13,7 +13,7 @@ import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # The miniatures' charts.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tiny"))
@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tiny"))
 from runner import curves
 
 from vapo_megatron.config.metrics import accuracy_name
-from vapo_megatron.data.problems import load_problems
+from vapo_megatron.data.problems import Problem, load_problems
 from vapo_megatron.data.storage import replace_file
 from vapo_megatron.errors import DataError, UserError
 from vapo_megatron.rollout.evaluation.statistics import Estimate, estimates
@@ -57,8 +57,18 @@ def accuracy(values: Sequence[float]) -> Estimate:
     return estimates([{"accuracy": value} for value in values], SEED)["accuracy"]
 
 
-def table(run: Run) -> str:
-    """Return the table of a run whose evaluation has sources, in Markdown."""
+class Evaluated(NamedTuple):
+    """The first and the last evaluation of a run, by source."""
+
+    problems: dict[str, Sequence[Problem]]
+    before: dict[str, list[float]]
+    """Share of correct responses to each problem."""
+    after: dict[str, list[float]]
+    last_step: int
+
+
+def evaluated(run: Run) -> Evaluated:
+    """Read the evaluations of a run that has sources of held-out problems."""
     evaluations = run.problems(held_out=True)
     sources = run.section("evaluation").get("sources") or {}
     if len(evaluations) < 2 or not sources:
@@ -72,18 +82,23 @@ def table(run: Run) -> str:
     }
     counts = {name: len(some) for name, some in problems.items()}
     before, after = (shares(row, counts) for row in (evaluations[0], evaluations[-1]))
+    return Evaluated(problems, before, after, evaluations[-1]["step"])
+
+
+def table(run: Run) -> str:
+    """Return the table of a run whose evaluation has sources, in Markdown."""
+    problems, before, after, last_step = evaluated(run)
     trained = run.section("data").get("sources") or {}
-    last_step = evaluations[-1]["step"]
     lines = [
         f"| task | problems | one answer | before | after {last_step} steps | apart |",
         "|---|---|---|---|---|---|",
     ]
-    for name in sorted(counts, key=lambda name: (name not in trained, name)):
+    for name in sorted(problems, key=lambda name: (name not in trained, name)):
         first, last = accuracy(before[name]), accuracy(after[name])
         note = "" if name in trained else ", not trained on"
-        answers = collections.Counter(problem.answer for problem in problems[name])
-        constant = max(answers.values()) / counts[name]
-        cells = [f"{name}{note}", str(counts[name]), f"{constant:.3f}", shown(first), shown(last)]
+        count, answers = len(problems[name]), collections.Counter(p.answer for p in problems[name])
+        constant = max(answers.values()) / count
+        cells = [f"{name}{note}", str(count), f"{constant:.3f}", shown(first), shown(last)]
         cells.append(apart(first, last))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

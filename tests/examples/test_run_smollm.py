@@ -125,13 +125,24 @@ def test_its_configuration_with_each_algorithm(name):
     assert config.algorithm.policy_steps == 12 and config.algorithm.num_prompts % 3 == 0
 
 
-@pytest.fixture(scope="module")
-def before_after():
-    script = ROOT / "examples/smollm/before_after.py"
-    spec = importlib.util.spec_from_file_location("before_after", script)
+def loaded(name):
+    """A script of examples/smollm as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"examples/smollm/{name}.py")
     made = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(made)
     return made
+
+
+@pytest.fixture(scope="module")
+def before_after():
+    return loaded("before_after")
+
+
+@pytest.fixture
+def compare_algorithms(before_after, monkeypatch):
+    """It imports the other script from its own directory."""
+    monkeypatch.setitem(sys.modules, "before_after", before_after)
+    return loaded("compare_algorithms")
 
 
 @pytest.fixture
@@ -188,6 +199,48 @@ def test_the_picture_has_a_line_for_each_task(before_after, run_dir):
     assert of_training[0][0] < of_training[1][0] and of_training[0][1] > of_training[1][1]
     assert of_sums[0][1] > of_counts[0][1] > of_counts[1][1] > of_sums[1][1]
     assert "counts, not trained on" in drawn and "held-out problems, avg@4" in drawn
+
+
+def test_the_algorithms_are_compared_within_a_seed(
+    compare_algorithms, run_dir, tmp_path, monkeypatch, capsys
+):
+    """Two seeds of VAPO; DAPO has one of them, a second one that is not finished, and no critic."""
+    root = tmp_path / "runs"
+    sums, counts = (f"evaluation/by_source/{name}/avg@4" for name in ("sums", "counts"))
+    critic = ("critic/explained_variance", "critic/by_source/sums/explained_variance")
+    for seed, name, end, explained in (
+        (0, "vapo", 0.9, 0.25), (1, "vapo", 0.7, 0.75), (1, "dapo", 0.6, None),
+        (0, "dapo", None, 0),
+    ):  # fmt: skip
+        rows = [{"step": 0, "evaluation/avg@4": 0.2, sums: 0.125, counts: 0.5},
+                {"step": 1, "reward/correct_fraction": 0.25}]  # fmt: skip
+        if end is not None:
+            rows.append({"step": 5, "evaluation/avg@4": 0.9, sums: end, counts: 0.5})
+        if explained:
+            rows[1] |= dict.fromkeys(critic, explained)
+        own = root / f"seed_{seed}" / name
+        own.mkdir(parents=True)
+        for file in ("config.yaml", "held_out.jsonl"):
+            shutil.copy(run_dir / file, own / file)
+        write_lines(own / "metrics.jsonl", rows)
+    monkeypatch.setattr(sys, "argv", ["compare_algorithms", str(root)])
+    assert compare_algorithms.main() == 0
+    text = (root / "algorithms.md").read_text()
+    assert text in capsys.readouterr().out and "(seeds: VAPO 2, DAPO 1)" in text
+    rows = [[cell.strip() for cell in line.split("|")] for line in text.splitlines()]
+    (of_sums,) = [row for row in rows if len(row) > 1 and row[1] == "sums"]
+    vapo, other = "0.800 +- 0.141", "0.600 (-0.100, below in 1 of 1)"
+    assert of_sums[2:-1] == ["0.125 +- 0.000", vapo, "2 of 2", other, "1 of 1"]
+    of_critic = [row[2:-1] for row in rows if len(row) > 2 and row[1] == "explained variance"]
+    assert of_critic == [["all", "+0.50 +- 0.35"], ["sums", "+0.50 +- 0.35"]]
+    drawn = (root / "algorithms.svg").read_text()
+    assert "VAPO" in drawn and "DAPO" in drawn and "explained variance, sums" in drawn
+
+
+def test_no_comparison_without_a_finished_run(compare_algorithms, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["compare_algorithms", str(tmp_path)])
+    assert compare_algorithms.main() == 2
+    assert "has no finished run seed_N/ALGORITHM; bash examples/run_" in capsys.readouterr().err
 
 
 def test_no_table_of_other_problems_or_without_the_last_evaluation(before_after, run_dir):
