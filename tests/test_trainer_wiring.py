@@ -260,12 +260,15 @@ def test_updates_are_given_what_the_step_computed(vapo, step):
         assert max(abs(a - b) for a, b in pairs) > 1e-2, "the actor has left the reference"
 
 
-def by_label(scored):
-    """What a step's metrics say of each verifier and each source."""
+def by_label(scored, expected):
+    """What a step's metrics say of each verifier and each source; expected: by_hand's."""
     found = {}
     for kind, names in (("verifier", VERIFIERS), ("source", SOURCES)):
         for name in set(names):
-            some = [s for s in scored if names[s.rollout.prompt.index] == name]
+            chosen = [names[s.rollout.prompt.index] == name for s in scored]
+            some = list(itertools.compress(scored, chosen))
+            own = list(itertools.compress(expected, chosen))
+            values, returns = (trained_on(own, column) for column in ("values", "returns"))
             failed = [s.status in ("failed", "timed_out") for s in some]
             of = f"reward/by_{kind}/{name}"
             found |= {
@@ -274,8 +277,12 @@ def by_label(scored):
                 f"{of}/reward_mean": fmean(s.reward for s in some),
                 f"{of}/response_length_mean": fmean(len(s.rollout.token_ids) for s in some),
                 f"{of}/failed_fraction": fmean(failed),
+                f"critic/by_{kind}/{name}/explained_variance": reference.explained_variance(
+                    values, returns
+                ),
+                f"critic/by_{kind}/{name}/value_error_mean": fmean(values) - fmean(returns),
             }
-    assert len(found) == 4 * 5
+    assert len(found) == 4 * 7
     return found
 
 
@@ -327,7 +334,7 @@ def test_a_steps_metrics_are_of_that_step(vapo, step):
         "critic/learning_rate": 2e-2 * min(1, (2 * step + 2) / 4),
         **({"actor/learning_rate": 3e-2 * 2 * step / 8} if step else {}),
     }
-    found |= by_label(scored)
+    found |= by_label(scored, expected)
     for _, steps, _ in vapo:
         _, given, learned, metrics, version = steps[step]
         assert version == step, "the actor's updates are a new policy, the critic's are not"

@@ -155,24 +155,12 @@ def step_metrics(
             "algorithm/advantage_std": advantage_std,
         }
     if "values" in sums:
-        # As GAE does: a masked truncated response counts no tokens.
-        if algorithm.gae_unit == "turn":
-            steps = torch.ones_like(lengths) if summary.turns is None else summary.turns
-        else:
-            masks = algorithm.overlong_filtering and algorithm.gae_length == "action"
-            steps = lengths * ~summary.truncated if masks else lengths
-        lambda_actor, _ = resolve_lambdas(
-            steps,
-            lambda_actor=algorithm.lambda_actor,
-            lambda_critic=algorithm.lambda_critic,
-            length_adaptive_alpha=algorithm.length_adaptive_alpha,
-        )
         value_error, return_std = value_error_from_moments(sums["values"])
         result |= {
             "critic/explained_variance": explained_variance_from_moments(sums["values"]),
             "critic/value_error_mean": value_error,
             "critic/return_std": return_std,
-            "algorithm/lambda_actor_mean": torch.as_tensor(lambda_actor).mean(),
+            "algorithm/lambda_actor_mean": _mean_lambda(summary, algorithm),
         }
         for kind in labels.several:
             result |= _values_by_label(sums[kind].view(-1, 6), labels, kind)
@@ -184,6 +172,24 @@ def _sums_over_data_parallel(parts: Sequence[Tensor], ranks: Ranks) -> Sequence[
     if not parts:
         return ()
     return sum_over_data_parallel(torch.cat([*parts]), ranks).split([len(part) for part in parts])
+
+
+def _mean_lambda(summary: StepSummary, algorithm: AlgorithmConfig) -> Tensor:
+    """Return the actor's lambda, mean over the responses."""
+    lengths = summary.response_lengths
+    # As GAE does: a masked truncated response counts no tokens.
+    if algorithm.gae_unit == "turn":
+        steps = torch.ones_like(lengths) if summary.turns is None else summary.turns
+    else:
+        masks = algorithm.overlong_filtering and algorithm.gae_length == "action"
+        steps = lengths * ~summary.truncated if masks else lengths
+    lambda_actor, _ = resolve_lambdas(
+        steps,
+        lambda_actor=algorithm.lambda_actor,
+        lambda_critic=algorithm.lambda_critic,
+        length_adaptive_alpha=algorithm.length_adaptive_alpha,
+    )
+    return torch.as_tensor(lambda_actor).mean()
 
 
 def _label_numbers(summary: StepSummary, labels: Labels, kind: str) -> Tensor:
