@@ -17,6 +17,7 @@ from vapo_megatron.errors import DataError
     ("value", "text"),
     [
         (" 3 ", "3"), (42, "42"), (42.0, "42"), (-0.0, "0"), (1e-7, "0.0000001"), (2.5, "2.5"),
+        (6.02e23, "602000000000000000000000"), ([1e23], "[100000000000000000000000]"),
         (decimal.Decimal("2.50"), "2.50"), (decimal.Decimal("1E+3"), "1000"), (b"42", "42"),
         (None, ""), (float("nan"), ""), (decimal.Decimal("NaN"), ""), ("  ", ""), ([], ""),
         ({}, ""), (["3", "5"], '["3", "5"]'), ([42.0], "[42]"), ({"answer": 0.5, "other": None},
@@ -30,9 +31,9 @@ def test_a_value_has_one_text(value, text):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (True, "answer=True must be a number or a text, found a bool; write the word"),
+        (True, "answer=True must be a finite number or a text, found a bool; write the word"),
         ([3, 5], r"answer=\[3, 5\] is a list of two numbers, .*interval.*'3, 5' .two answers"),
-        (float("inf"), "answer=inf must be a number"),
+        (float("inf"), "answer=inf must be a finite number"),
         (decimal.Decimal("Infinity"), "found a Decimal"),
         (b"\xff", "bytes that are not UTF-8"),
         (datetime.date(2020, 1, 1), "found a date"),
@@ -54,7 +55,8 @@ def test_a_value_without_a_text_is_refused_by_row_and_value(value, message):
         ("[[42.0]]", ["42"]), ("array(['3', '5'], dtype=object)", ["3", "5"]),
         ("array([3, 5])", ["3", "5"]), ("b'42'", ["42"]), ('"42"', ["42"]),
         ("{'answer': 42}", ["42"]), ('{"ground_truth": "[\\"42\\"]", "style": "rule"}', ["42"]),
-        ('{"answer": {"value": 1e-07}}', ["0.0000001"]), ('{"target": ["3", "5"]}', ["3", "5"]),
+        ('{"answer": {"value": 1e-07}}', ["0.0000001"]), ("{'answer': 1e23}", ["1" + "0" * 23]),
+        ('{"target": ["3", "5"]}', ["3", "5"]),
         ('["(1,2)", "\\\\frac{1}{2}"]', ["(1,2)", "\\frac{1}{2}"]), ("['\\pi', 2]", ["\\pi", "2"]),
         # Notation of mathematics, and texts.
         ("[3, 5]", ["[3, 5]"]), ("(3, 5)", ["(3, 5)"]), ("{1, 2}", ["{1, 2}"]), ("{a}", ["{a}"]),

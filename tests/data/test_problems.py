@@ -135,7 +135,7 @@ def any_digits():
         (b'{"prompt": ["p"], "answer": "1"}', r"prompt=\['p'\] must be a non-empty string"),
         (
             b'{"prompt": "p", "answer": -Infinity}',
-            "answer=-inf must be a number or a text, found a float",
+            "answer=-inf must be a finite number or a text, found a float",
         ),
         (b'{"prompt": "p", "answer": true}', "answer=True must .* a bool; write the word"),
         (b'{"prompt": "p", "answer": [3, 5]}', "two numbers, .* interval .* correct or remove the"),

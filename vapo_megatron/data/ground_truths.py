@@ -65,7 +65,7 @@ def _text(value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if isinstance(value, float) and value.is_integer():
-        return str(int(value))
+        return str(_whole(value))
     if isinstance(value, float | decimal.Decimal) and math.isfinite(value):
         # No exponent: 1e-07 would parse as 1*e - 7.
         return f"{value if isinstance(value, decimal.Decimal) else decimal.Decimal(repr(value)):f}"
@@ -79,10 +79,15 @@ def _text(value: Any) -> str:
                 "a text such as '3, 5' (two answers) or '[3, 5]' (an interval, or JSON)"
             )
         return json.dumps(plain, ensure_ascii=False) if plain else ""
-    found = f"must be a number or a text, found a {type(value).__name__}"
+    found = f"must be a finite number or a text, found a {type(value).__name__}"
     if isinstance(value, bool):
         found += "; write the word that a response should give"
     raise ValueError(found)
+
+
+def _whole(value: float) -> int:
+    """Return a whole float by its shortest digits: 1e23 is stored as 99999999999999991611392."""
+    return int(decimal.Decimal(repr(value)))
 
 
 def _plain(value: Any) -> Any:
@@ -95,7 +100,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, decimal.Decimal):
         value = float(value)
     if isinstance(value, float):
-        return (int(value) if value.is_integer() else value) if math.isfinite(value) else None
+        return (_whole(value) if value.is_integer() else value) if math.isfinite(value) else None
     if isinstance(value, dict):
         # A parquet struct has every row's keys.
         return {str(k): _plain(v) for k, v in value.items() if v is not None}
