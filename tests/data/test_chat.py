@@ -85,6 +85,23 @@ def test_what_is_no_chat_is_named_with_a_remedy(tmp_path, prompt, message):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("column", ["tools", "chat_template_kwargs"])
+def test_what_a_template_is_given_can_be_encoded(tmp_path, column):
+    file = tmp_path / "a.jsonl"
+    file.write_text(
+        json.dumps(
+            {
+                "prompt": [USER],
+                "answer": "1",
+                "tools": [{"name": "f"}],
+                column: '[{"a": "\\ud800"}]' if column == "tools" else {"a": "\ud800"},
+            }
+        )
+    )
+    with pytest.raises(DataError, match=f"line 1: {column} contains half of a surrogate pair"):
+        load_problems(file, render=render)
+
+
 def test_a_template_that_does_not_take_them_names_the_row(tmp_path):
     def refuse(messages):
         raise DataError("the tokenizer has no chat template")

@@ -216,6 +216,8 @@ def template_options(row: Mapping[str, Any], where: str) -> dict[str, Any]:
         if not isinstance(variables, dict):
             raise _wrong("chat_template_kwargs", row, where, "an object of a template's variables")
         options["variables"] = variables
+    for column, keyword in OPTION_COLUMNS.items():  # A template may write them.
+        encodable(json.dumps(options.get(keyword), ensure_ascii=False, default=str), column, where)
     return options
 
 
