@@ -118,6 +118,8 @@ def any_digits():
     [
         (b'{"prompt": "p", ', "is not JSON .* each line must be one JSON object"),
         (b'{"prompt": "p", "answer": ' + b"1" * 5000 + b"}", "is not JSON .an integer of 5000 "),
+        (b'{"prompt": "p", "answer": "1", "answer": "2"}', "the key 'answer' stands twice"),
+        (b'{"prompt": "p", "answer": "1", "a": [{"b": 1, "b": 1}]}', "the key 'b' stands twice"),
         (b'["p", "1"]', "is a list; each line must be one JSON object"),
         (b'{"prompt": "\xff", "answer": "1"}', "is not UTF-8 .* save it as UTF-8"),
         (
@@ -184,3 +186,10 @@ def test_files_that_cannot_be_read(tmp_path):
         load_problems(write(tmp_path / "a.csv", "prompt,answer"))
     with pytest.raises(DataError, match="not a readable parquet file"):
         load_problems(write(tmp_path / "a.parquet", "PAR1 but not really"))
+
+
+def test_two_parquet_columns_of_one_name_are_refused(tmp_path):
+    table = pyarrow.table([["p"], ["1"], ["2"]], names=["prompt", "answer", "answer"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="a.parquet has two columns 'answer'; rename or remove"):
+        load_problems(tmp_path / "a.parquet")

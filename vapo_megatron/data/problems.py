@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -139,7 +140,7 @@ def jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 continue
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                row = json.loads(text, parse_int=_integer)
+                row = json.loads(text, parse_int=_integer, object_pairs_hook=_object)
             except UnicodeDecodeError as error:
                 raise DataError(
                     f"{where} is not UTF-8 ({error.reason}); save it as UTF-8"
@@ -157,6 +158,19 @@ def jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             yield number, row
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object. ValueError: a key stands twice, of which json would keep the last."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"the key {_repeated(key for key, _ in pairs)!r} stands twice")
+    return found
+
+
+def _repeated(names: Iterable[str]) -> str | None:
+    """Return the first name that stands more than once, or None."""
+    return next((name for name, count in Counter(names).items() if count > 1), None)
+
+
 _MOST_DIGITS = 4300
 
 
@@ -172,13 +186,18 @@ def parquet_file(path: Path) -> Iterator[Any]:
     """Open a pyarrow.parquet.ParquetFile.
 
     Raises:
-        DataError: the file is damaged, found on opening or by the body.
+        DataError: two columns have one name, of which a row would keep the last; or the file is
+            damaged, found on opening or by the body.
     """
     import pyarrow
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
+            if (name := _repeated(file.schema_arrow.names)) is not None:
+                raise DataError(
+                    f"data file {path} has two columns {name!r}; rename or remove one of them"
+                )
             yield file
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(
