@@ -193,3 +193,13 @@ def test_two_parquet_columns_of_one_name_are_refused(tmp_path):
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(DataError, match="a.parquet has two columns 'answer'; rename or remove"):
         load_problems(tmp_path / "a.parquet")
+
+
+def test_prompts_are_no_ground_truths(tmp_path):
+    path = write(tmp_path / "a.jsonl", row())
+    with pytest.raises(
+        DataError, match=r"data.answer_column=prompt must be another column than data.prompt_column"
+    ):
+        load_problems(path, answer_column="prompt")
+    with pytest.raises(DataError, match=r"^evaluation.sources.b.answer_column=answer must be"):
+        load_problems(path, "answer", section="evaluation", source="b")

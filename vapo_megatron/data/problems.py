@@ -79,6 +79,7 @@ def load_problems(
     """
     path = _data_file(Path(path))
     section = "data" if source is None else f"{section}.sources.{source}"
+    _check_distinct(section, prompt_column, answer_column)
     given = prompt_column, answer_column, critic_prompt_column
     names = "prompt_column", "answer_column", "critic_prompt_column"
     columns = {f"{section}.{name}": c for name, c in zip(names, given) if c is not None}
@@ -113,6 +114,15 @@ def load_problems(
     if not problems:
         raise DataError(f"data file {path} has no problems; give a file with at least one row")
     return problems
+
+
+def _check_distinct(section: str, prompt_column: str, answer_column: str | None) -> None:
+    if prompt_column == answer_column:
+        raise DataError(
+            f"{section}.answer_column={answer_column} must be another column than {section}."
+            "prompt_column; change one of them, or set it to null for problems without a ground "
+            "truth"
+        )
 
 
 def _data_file(path: Path) -> Path:
