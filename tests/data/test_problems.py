@@ -186,6 +186,9 @@ def test_files_that_cannot_be_read(tmp_path):
         load_problems(write(tmp_path / "a.csv", "prompt,answer"))
     with pytest.raises(DataError, match="not a readable parquet file"):
         load_problems(write(tmp_path / "a.parquet", "PAR1 but not really"))
+    with pytest.raises(DataError, match="is a directory; give the path of one file"):
+        (tmp_path / "parts.parquet").mkdir()
+        load_problems(tmp_path / "parts.parquet")
 
 
 def test_two_parquet_columns_of_one_name_are_refused(tmp_path):

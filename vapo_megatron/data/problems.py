@@ -132,6 +132,8 @@ def _data_file(path: Path) -> Path:
             f"data file {path}: files end in .jsonl or .parquet, found {path.suffix!r}; "
             "convert it with vapo prepare"
         )
+    if path.is_dir():
+        raise DataError(f"data file {path} is a directory; give the path of one file in it")
     if not path.is_file():
         raise DataError(f"data file {path} does not exist; give the path of an existing file")
     return path

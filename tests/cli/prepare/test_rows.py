@@ -248,7 +248,7 @@ def test_files_with_other_endings(tmp_path):
     (tmp_path / "a.txt").touch()
     with pytest.raises(DataError, match="files end in .jsonl, .csv, .parquet, found '.txt'"):
         find_file(str(tmp_path / "a.txt"))
-    with pytest.raises(DataError, match="does not exist"):
+    with pytest.raises(DataError, match="is a directory; give its files by their names"):
         find_file(str(tmp_path))
 
 

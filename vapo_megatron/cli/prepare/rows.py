@@ -43,6 +43,8 @@ def find_file(source: str) -> Path:
                 "convert or rename it"
             )
         return path
+    if path.is_dir():
+        raise DataError(f"data file {source} is a directory; give its files by their names")
     hub_id = _HUB_ID.fullmatch(source)
     if path.exists() or hub_id is None or (path.suffix in ENDINGS and hub_id["file"] is None):
         raise DataError(
