@@ -28,6 +28,7 @@ DATED = (
     "{% set date_string = strftime_now('%d %b %Y') %}{% else %}{% set date_string = '1 Jul 2024' %}"
     "{% endif %}{% endif %}{{ 'Today: ' + date_string + '\n' }}"
 )
+SAID = "{{ messages[0].content }}"
 UNDATED = "{% if not date_string is defined %}{% set date_string = '26 Jul 2024' %}{% endif %}"
 
 
@@ -76,6 +77,11 @@ def test_a_response_follows_a_tools_answer(tmp_path):
             WITH_TOOLS.replace("{{ m['content'] }}", "{{ m['content'] if m['role'] == 'user' }}"),
             (CALLED,), "does not write the tool's answer of message 2",
         ),
+        (LAST_IS_LOST, ([{"role": "system", "content": "Be brief."}, USER],),
+         "does not write the system's text of message 0"),
+        (CHATML.replace("for m in messages", "for m in messages[-1:]"),
+         ([USER, {"role": "assistant", "content": "2"}, {"role": "user", "content": "Why?"}],),
+         "does not write the user's text of message 0"),
         (CHATML, ([USER], (), {"thinking": 1}), "has thinking, which the .* template does not use"),
         (CHATML, ([USER], (), {"tokenize": True}), "sets tokenize, which is not a row's to set"),
         (CHATML, ([USER], (), {"messages": []}), "sets messages, which is not a row's to set"),
@@ -98,12 +104,14 @@ def test_a_date_is_told_and_kept(tmp_path):
 
 
 def test_the_time_of_day_is_midnight(tmp_path):
-    template = template_of(tmp_path, "{{ strftime_now('%Y-%m-%d %H:%M:%S.%f') }}", "2024-02-29")
-    assert template([USER]) == "2024-02-29 00:00:00.000000"
+    template = template_of(
+        tmp_path, "{{ strftime_now('%Y-%m-%d %H:%M:%S.%f') }}" + SAID, "2024-02-29"
+    )
+    assert template([USER]) == "2024-02-29 00:00:00.0000001 + 1 = ?"
 
 
 def test_a_constant_date_and_a_rows_own_are_no_clock(tmp_path):
-    template = template_of(tmp_path, UNDATED + "{{ date_string }}", "2024-02-29")
-    assert template([USER]) == "26 Jul 2024"
-    assert template([USER], variables={"date_string": "1 Jan 2020"}) == "1 Jan 2020"
+    template = template_of(tmp_path, UNDATED + "{{ date_string }}" + SAID, "2024-02-29")
+    assert template([USER]) == "26 Jul 20241 + 1 = ?"
+    assert template([USER], variables={"date_string": "1 Jan 2020"}) == "1 Jan 20201 + 1 = ?"
     assert template.date is None

@@ -251,9 +251,10 @@ class ChatTemplate:
         text = self.written(messages, **options)
         if tools and text == self.written(messages, **variables):
             raise DataError("the tokenizer's chat template does not write the tools given to it")
+        self._check_contents(messages, options)
         for i, message in enumerate(messages):
-            if message["role"] == "tool" or "tool_calls" in message:
-                self._check_rendered(text, messages, i, options)
+            if "tool_calls" in message:
+                self._check_calls(text, messages, i, options)
         return text.removeprefix(begin)
 
     def _check_variables(self, variables: Mapping[str, Any], tools: Sequence[Any]) -> None:
@@ -274,21 +275,35 @@ class ChatTemplate:
                     "does not use"
                 )
 
-    def _check_rendered(
+    def _check_contents(self, messages: Sequence[Message], options: Mapping[str, Any]) -> None:
+        """Refuse a template that leaves out what a message says: a mark behind it is gone."""
+        marks = {i: f" #{i}#" for i, m in enumerate(messages) if m["content"].strip()}
+        marked = [{**m, "content": m["content"] + marks.get(i, "")} for i, m in enumerate(messages)]
+        try:
+            text = self.written(marked, **options)
+        except DataError:
+            return
+        lost = next((i for i, mark in marks.items() if mark not in text), None)
+        if lost is not None:
+            role = messages[lost]["role"]
+            what = "the tool's answer" if role == "tool" else f"the {role}'s text"
+            raise DataError(
+                f"the tokenizer's chat template does not write {what} of message {lost}"
+            )
+
+    def _check_calls(
         self, text: str, messages: Sequence[Message], i: int, options: Mapping[str, Any]
     ) -> None:
-        """Refuse a template that writes the same without a message's calls or a tool's answer."""
-        what, other = "the tool_calls", {**messages[i], "content": f"{messages[i]['content']} 1"}
-        if messages[i]["role"] == "tool":
-            what = "the tool's answer"
-        else:
-            other = {name: v for name, v in messages[i].items() if name != "tool_calls"}
+        """Refuse a template that writes the same without a message's calls."""
+        other = {name: v for name, v in messages[i].items() if name != "tool_calls"}
         try:
             without = self.written([*messages[:i], other, *messages[i + 1 :]], **options)
         except DataError:
             return
         if without == text:
-            raise DataError(f"the tokenizer's chat template does not write {what} of message {i}")
+            raise DataError(
+                f"the tokenizer's chat template does not write the tool_calls of message {i}"
+            )
 
     def written(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **options: Any

@@ -366,12 +366,16 @@ def test_tools_are_in_the_text_and_no_longer_in_a_column(make, tmp_path, tokeniz
     file = jsonl(tmp_path / "a.jsonl", rows)
     with pytest.raises(DataError, match="line 1: the prompt has tools or .*give --template chat"):
         make(file)
-    monkeypatch.setattr(tokenizer, "chat_template", "{{ tools[0].name if tools else 'w8' }} w9")
+    monkeypatch.setattr(
+        tokenizer,
+        "chat_template",
+        "{{ tools[0].name if tools else 'w8' }} {{ messages[0].content }}",
+    )
     summary, problems = make(file, template="chat")
-    assert [p.prompt for p in problems] == ["w6 w9", "w7 w9", "w8 w9"] and summary.duplicates == 1
+    assert [p.prompt[:2] for p in problems] == ["w6", "w7", "w8"] and summary.duplicates == 1
     assert [dict(p.metadata) for p in problems] == [{"level": "w"}] * 3
     _, problems = make(file, template="none")
-    assert [p.prompt for p in problems] == ["w6 w9", "w7 w9", "w5"]
+    assert [p.prompt for p in problems] == ["w6 w5", "w7 w5", "w5"]
     answered = [*user, {"role": "assistant", "content": "w4"}, {"role": "tool", "content": "w3"}]
     with pytest.raises(DataError, match="prompt ends with .* role tool, .*without vapo prepare"):
         make(jsonl(tmp_path / "b.jsonl", [{"prompt": answered, "answer": 1}]))
