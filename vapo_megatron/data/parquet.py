@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vapo_megatron.data.disk_errors import describe_write_error
 from vapo_megatron.data.storage import replacing
 from vapo_megatron.errors import DataError
 
@@ -71,13 +72,20 @@ def _shortened(value: Any, kind: Any) -> Any:
 
 
 def write_table(out: Path, table: Any, key: bytes, about: Mapping[str, Any]) -> None:
-    """Replace a parquet file atomically; its metadata has one key, with JSON values."""
+    """Replace a parquet file atomically; its metadata has one key, with JSON values.
+
+    Raises:
+        DataError: it cannot be written; names it and the remedy.
+    """
     import pyarrow.parquet
 
     table = table.replace_schema_metadata({key: json.dumps(about).encode()})
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(out) as file:
-        pyarrow.parquet.write_table(table, file)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(out) as file:
+            pyarrow.parquet.write_table(table, file)
+    except OSError as error:
+        raise DataError(describe_write_error(out, error)) from None
 
 
 def storable_array(name: str, values: Sequence[Any], places: Sequence[str], data: str) -> Any:

@@ -457,7 +457,7 @@ def test_a_disk_that_fails_leaves_what_was_there(make, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(DataError, match="out.parquet cannot be written: No space left .*; free"):
         make(good, template="none")
     assert (tmp_path / "out.parquet").read_bytes() == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["good.jsonl", "out.parquet"]
@@ -471,6 +471,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(tool, tmp_path, tokenizer_directo
         (parquet_of_no_rows(tmp_path / "none.parquet"), "o.parquet", "holds no rows"),
         (file, "o.parquet --max-prompt-tokens 0", "--max-prompt-tokens=0 must be at least 1"),
         (file, "o.parquet --max-prompt-tokens x", "invalid int value: 'x'; --help lists"),
+        (file, "a.jsonl/o.parquet", "a.jsonl/o.parquet cannot be written: File exists; fix that"),
         (file, "o.parquet --tokenizer nowhere", "--tokenizer=nowhere does not exist"),
     ):
         out, *more = out.split()
