@@ -72,6 +72,9 @@ def test_lists_and_dicts_as_text_are_unpacked(text, found):
     ("text", "message"),
     [
         ('["3", "5"', "looks like a list or a dict, but"),
+        ("[np.float64(3.0), np.str_('5')]", "looks like a list or a dict, but"),
+        ("[Decimal('3')]", "looks like a list or a dict, but"),
+        ("[array(['3'], dtype=object)]", "looks like a list or a dict, but"),
         ("{'x': 1}", "a dict with the keys x: exactly one of answer, "),
         ("{'answer': 1, 'value': 2}", "exactly one of"),
         ("{'answer': None}", "exactly one of"),

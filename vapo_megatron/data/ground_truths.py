@@ -21,8 +21,10 @@ KEYS = ("answer", "final_answer", "ground_truth", "target", "gold", "solution", 
 """Of a dict whose one entry with such a key is the ground truth."""
 
 _PACKED = re.compile(r"""[\[{(]|b?["']|array\(""")
-# No notation of mathematics begins with a bracket and a quote.
-_SURELY_PACKED = re.compile(r"""(?:array\()?[\[{(]\s*[\[{(]*\s*["']""")
+# No notation of mathematics begins with a bracket and a quote, or a value that Python cannot read.
+_SURELY_PACKED = re.compile(
+    r"""(?:array\()?[\[{(]\s*[\[{(]*\s*(?:["']|(?:np\.\w+|Decimal|array)\()"""
+)
 _ARRAY = re.compile(r"array\((?P<items>.*?)(?:,\s*dtype=.*)?\)", re.DOTALL)
 _LONGEST = 10_000
 """In characters; longer texts are no short answers, such as a program's tests."""
