@@ -12,6 +12,7 @@ import pytest
 
 from tests import jsonl
 from tests.weights.tiny_hf import write_tiny_model
+from vapo_megatron.cli.evaluate import command as evaluate
 from vapo_megatron.cli.sampling.directory import find_hf_directory
 from vapo_megatron.cli.sampling.inputs import check, evaluation_config
 from vapo_megatron.config import load_config
@@ -159,3 +160,9 @@ def test_no_prompt_may_fill_the_model(model, tmp_path):
     jsonl.write(data, [{"prompt": " ".join(["w9"] * 64), "answer": "1"}])
     with pytest.raises(ConfigError, match="rollout.max_prompt_tokens=64 .* exceeds the model's"):
         limits(model, data)
+
+
+def test_samples_do_not_go_where_their_summary_does(tmp_path, capsys):
+    arguments = ["--checkpoint", "hf", "--data", "a.jsonl", "--out", str(tmp_path / "a.json")]
+    assert evaluate.main(arguments) == 2
+    assert "a.json must not end in .json: the summary, of the same name" in capsys.readouterr().err

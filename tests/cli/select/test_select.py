@@ -298,6 +298,7 @@ def test_what_does_not_fit_is_one_line(select, place):
         (["--best-of", "prompt"], "--best-of=prompt must be the name of another column than the"),
         (["--best-of", "scores"], "--best-of=scores must be the name of another column"),
         (["--batch", "0"], "--batch=0 must be at least 1"),
+        (["--data", str(select.out)], "out.parquet is --data, too, whose rows it would replace"),
         (["--out", f"{place}/all.jsonl"], "all.jsonl must end in .parquet; change it"),
         (["--out", f"{place}/all.parquet"], "all.parquet exists and is no selection; give another"),
     ):

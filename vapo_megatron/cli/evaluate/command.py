@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from vapo_megatron.cli.command import Parser, under_torchrun
 from vapo_megatron.cli.sampling import options as shared
+from vapo_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
     from vapo_megatron.cli.sampling.probes import Probe
@@ -43,6 +44,11 @@ def _evaluate(options: argparse.Namespace, worker: Sequence[str]) -> Path | None
         options.checkpoint, shared.sampling_overrides(options), shared.num_processes(options.nproc)
     )
     out = options.out or default_out(options.checkpoint, options.data)
+    if out.suffix == ".json":
+        raise ConfigError(
+            f"--out={out} must not end in .json: the summary, of the same name with that ending, "
+            "would replace the samples; let it end in .jsonl"
+        )
     probe = _probe(options)
     if probe is not None:
         probe.check(config)

@@ -75,6 +75,10 @@ def prepare(
             f"--best-of={best_of} must be the name of another column than the prompts', the ground "
             f"truths' and those of what is measured, such as reference; change it"
         )
+    if out.exists() and data.exists() and out.samefile(data):
+        raise ConfigError(
+            f"--out={out} is --data, too, whose rows it would replace; give another file"
+        )
     evaluation = check(checkpoint, data, config, samples_of(out))
     reward_scores.check(evaluation, config.model_copy(update={"rollout": evaluation.rollout}))
     rows = evaluation.dataset.rows
