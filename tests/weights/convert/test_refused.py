@@ -52,6 +52,18 @@ def test_a_broken_directory_is_refused_before_anything_is_written(tmp_path, caps
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
 
 
+def test_a_smaller_vocabulary_than_the_checkpoints_is_refused(tmp_path, capsys):
+    """Its padding would hide that rows are left out."""
+    hf, other = write_tiny_hf(tmp_path / "hf", vocab=300), write_tiny_hf(tmp_path / "b", vocab=64)
+    assert to_megatron(hf, tmp_path / "m") == 0
+    capsys.readouterr()
+    assert to_hf(tmp_path / "m", tmp_path / "out", "--hf", other) == 2
+    error = capsys.readouterr().err
+    assert "b has vocab_size=64, but " in error and "was converted with 300; give the" in error
+    assert len(error.splitlines()) == 1 and not (tmp_path / "out").exists()
+    assert to_hf(tmp_path / "m", tmp_path / "out", "--hf", hf) == 0
+
+
 def test_a_tied_model_with_an_output_of_its_own_is_refused(tmp_path, capsys):
     hf = write_tiny_hf(tmp_path / "hf", tied=True)
     rewrite(hf, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1e-6}))

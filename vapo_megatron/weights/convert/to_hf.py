@@ -91,7 +91,7 @@ def convert_to_hf(
         raise CheckpointError(
             f"{source} has no config.json; give the model's Hugging Face directory with --hf"
         )
-    shape = read_model_shape(source, "--hf")
+    shape = _read_shape(source, megatron)
     role = checkpoint_role(reader)
     if has_adapters(reader):
         return _convert_adapters(reader, shape, role, out, source, overwrite=overwrite, team=team)
@@ -126,6 +126,20 @@ def convert_to_hf(
 
         unfinished.together(finish, alone=True)
     return out
+
+
+def _read_shape(source: Path, megatron: Path) -> ModelShape:
+    """Read the sizes; refuse another vocabulary than the checkpoint's: padding would hide it."""
+    shape = read_model_shape(source, "--hf")
+    if not (megatron / "config.json").is_file():
+        return shape
+    own = read_model_shape(megatron, "--megatron").vocab_size
+    if shape.vocab_size != own:
+        raise CheckpointError(
+            f"--hf={source} has vocab_size={shape.vocab_size}, but {megatron} was converted with "
+            f"{own}; give the directory that it was made of, or leave --hf out"
+        )
+    return shape
 
 
 def _convert_adapters(
