@@ -100,6 +100,8 @@ def test_unknown_names_get_the_nearest_one():
         ("algorithm=3", "algorithm is a section, found 3; set algorithm.FIELD=VALUE"),
         ("foo", "override 'foo' must have the form section.field=value, for example "),
         ("=3", "override '=3' must have the form section.field=value"),
+        ("algorithm..gamma=1", "override 'algorithm..gamma=1' must have the form section.field=v"),
+        ("algorithm.=1", "override 'algorithm.=1' must have the form section.field=value"),
     ]:
         assert rejected(override).startswith(message), (override, message)
 

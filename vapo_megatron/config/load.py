@@ -131,7 +131,8 @@ def _problem(error: Exception) -> str:
 
 def _parse_override(text: str) -> dict[str, Any]:
     name, separator, value = text.partition("=")
-    if not separator or not name.strip():
+    parts = name.strip().split(".")
+    if not separator or "" in parts:
         raise ConfigError(
             f"override {text!r} must have the form section.field=value, for example "
             "algorithm.gamma=0.99"
@@ -140,7 +141,7 @@ def _parse_override(text: str) -> dict[str, Any]:
         parsed: Any = yaml.safe_load(value) if value.strip() else None
     except (yaml.YAMLError, ValueError, RecursionError):
         parsed = value
-    for part in reversed(name.strip().split(".")):
+    for part in reversed(parts):
         parsed = {part: parsed}
     return parsed
 
