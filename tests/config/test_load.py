@@ -167,6 +167,10 @@ def test_a_wrong_value_is_one_line_with_field_value_rule_and_default():
         ("model.hf_path=5", "a valid string", "null"),
         ("seed=-1", "greater than or equal to 0", "0"),
         ("seed={'x': 1}", "a valid integer", "0"),
+        (f"seed={2**63}", "below 2**63", "0"),
+        ("rollout.stop_token_ids=[True]", "numbers", "[]"),
+        ("reward.from_score=[False, True]", "numbers", "null"),
+        ("model.lora.targets=[]", "a list of at least 1 item", "null"),
     ]:
         name, value = override.split("=", 1)
         text = {"nan": ".nan", "inf": ".inf"}.get(value, value)

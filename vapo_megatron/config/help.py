@@ -117,6 +117,7 @@ def _field_path(loc: Sequence[Any]) -> tuple[tuple[str, ...], Any]:
 
 def _explain_field(path: tuple[str, ...], errors: Sequence[Any]) -> str:
     rules = [e["msg"].removeprefix("Input should be ").split(", unable to ")[0] for e in errors]
+    rules = [r.replace("List should have", "a list of").split(" after valid")[0] for r in rules]
     if len(rules) > 1:
         rules = [rule.split(",")[0] for rule in rules]
     _, info = _field_path(errors[0]["loc"])

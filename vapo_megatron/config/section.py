@@ -18,11 +18,21 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _reject_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Pydantic would coerce true and false to 1 and 0."""
-        annotation = cls.model_fields[str(info.field_name)].annotation
-        members = get_args(annotation) or (annotation,)
-        if isinstance(value, bool) and (int in members or float in members):
-            raise PydanticCustomError("bool_as_number", "Input should be a number")
+        """Pydantic would coerce true and false to 1 and 0, in lists too."""
+        is_numeric = _is_numeric(cls.model_fields[str(info.field_name)].annotation)
+        if is_numeric and _has_bool(value):
+            rule = (
+                "Input should be a number" if isinstance(value, bool) else "Input should be numbers"
+            )
+            raise PydanticCustomError("bool_as_number", rule)
+        return value
+
+    @field_validator("*")
+    @classmethod
+    def _reject_what_64_bits_do_not_hold(cls, value: Any) -> Any:
+        """Python's integers have no end, torch's do."""
+        if isinstance(value, int) and value >= 2**63:
+            raise PydanticCustomError("too_large", "Input should be below 2**63")
         return value
 
     @field_validator("*", mode="before")
@@ -31,6 +41,15 @@ class Section(BaseModel):
         """YAML takes a bare `off` for false, also where "off" is among the choices."""
         choices = get_args(cls.model_fields[str(info.field_name)].annotation)
         return "off" if value is False and "off" in choices else value
+
+
+def _is_numeric(annotation: Any) -> bool:
+    """Whether a field takes a number, or a list of numbers."""
+    return annotation in (int, float) or any(map(_is_numeric, get_args(annotation)))
+
+
+def _has_bool(value: Any) -> bool:
+    return isinstance(value, bool) or (isinstance(value, list) and any(map(_has_bool, value)))
 
 
 def field(default: Any, description: str, symbol: str | None = None, **rules: Any) -> Any:
