@@ -261,6 +261,9 @@ model.lora.rank=8  model.lora.path=adapters  model.lora.roles=[critic]
     model.lora.path=adapters | roles=['critic'] | path=null
 model.lora.rank=8  algorithm.freeze_critic_attention=true
     algorithm.freeze_critic_attention=true must be false | model.lora.targets
+model.lora.rank=8  model.lora.roles=[critic]  algorithm.advantage_estimator=grpo
+  algorithm.value_pretraining_steps=0
+    model.lora.roles=['critic'] has none of this run's models, actor, | rank=null
 model.lora.rank=8  model.critic_hf_path=other
     model.critic_hf_path=other must be null | share_base=true | share_base=false
 model.layer_spec=transformer_engine  model.dtype=float32

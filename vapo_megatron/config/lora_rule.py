@@ -23,6 +23,12 @@ def lora_rule(c: VapoConfig) -> str | None:
                     f"or {name}=null"
                 )
         return None
+    if not any(lora.of(role) for role in c.algorithm.roles):
+        return (
+            f"model.lora.roles={lora.roles} has none of this run's models, "
+            f"{', '.join(c.algorithm.roles)}, so no adapter would be trained; set it to one of "
+            "them, or rank=null"
+        )
     for role in lora.roles:
         if (method := c.optimizer.method(role)) != "adamw":
             return (
