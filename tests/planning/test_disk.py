@@ -97,6 +97,8 @@ def test_frozen_attention_has_no_optimizer():
         ({"every_steps": 0, "keep_last": 2}, 100, 1),
         # 25, 50, ..., 100, and of the last three 80 and 90 besides.
         ({"every_steps": 5, "keep_last": 2, "keep_every": 25}, 100, 6),
+        # Every 50th, and of the last three 10^15 - 10 and 10^15 - 20 besides.
+        ({"every_steps": 10, "keep_last": 2, "keep_every": 25}, 10**15, 2 * 10**13 + 2),
     ],
 )
 def test_how_many_are_there_at_once(fields, num_steps, count):

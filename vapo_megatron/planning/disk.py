@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from vapo_megatron.config import CheckpointConfig, VapoConfig
@@ -66,9 +67,12 @@ def check_disk(config: VapoConfig, shape: ModelShape) -> list[str]:
 def most_at_once(settings: CheckpointConfig, num_steps: int) -> int:
     """Return how many checkpoints a run has on its disk at the most, one being written."""
     every = settings.every_steps or max(1, num_steps)
-    steps = [*range(every, num_steps, every), num_steps]
-    kept = {step for step in steps if settings.keep_every and step % settings.keep_every == 0}
-    return len(kept.union(steps[-settings.keep_last - 1 :]))
+    # The last step's is the newest of keep_last + 1. Counted, since a run may have billions.
+    before_last = range(every, num_steps, every)
+    older = before_last[: -settings.keep_last]
+    both = math.lcm(every, settings.keep_every)
+    kept = range(both, older.stop, both) if both else ()
+    return len(before_last) - len(older) + 1 + len(kept)
 
 
 def _gb(num_bytes: int) -> str:
