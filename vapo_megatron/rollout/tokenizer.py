@@ -53,7 +53,8 @@ def load_tokenizer(hf_path: str | Path) -> Any:
         )
     except Exception as error:  # The tokenizers library raises bare Exception on a broken file.
         raise ConfigError(
-            f"model.hf_path={hf_path}: its tokenizer does not load: {' '.join(str(error).split())}"
+            f"model.hf_path={hf_path}: its tokenizer does not load: "
+            f"{' '.join(str(error).split())}; fetch its tokenizer's files again"
         ) from error
     if (directory / "tokenizer.model").is_file():
         _check_sentencepiece(tokenizer, directory / "tokenizer.model")
