@@ -399,6 +399,21 @@ MISTAKES = {
         append("file", ""), ["logging.run_dir={place}/file/run"],
         "/file is no directory; set another directory",
     ),
+    "run directory of a home": (
+        nothing, ["logging.run_dir=~/runs"],
+        "logging.run_dir=~/runs: ~ is not expanded here, and would become a directory of that name",
+    ),
+    "run directory with a long name": (
+        nothing, [f"logging.run_dir={{place}}/{300 * 'x'}"],
+        "File name too long: '{place}/xxxxx",
+    ),
+    "run directory that cannot be": (
+        nothing, ['logging.run_dir="{place}/\\0"'], "embedded null",
+    ),
+    "run directory behind a link to nothing": (
+        lambda place: (place / "run").symlink_to("/nowhere/run"), [],
+        "run is no directory; set another directory",
+    ),
 }  # fmt: skip
 # What the verifier finds: by itself in a dry run, shared by a run's ranks when they have met.
 OF_VERIFIER = {

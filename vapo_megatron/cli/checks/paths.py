@@ -57,8 +57,20 @@ def require_paths(config: VapoConfig, replay: Path | None, *, writes: bool = Tru
 
 def _require_directory(run_dir: str) -> None:
     """Refuse a run directory that cannot be made or written to."""
+    if run_dir.startswith("~"):
+        raise ConfigError(
+            f"logging.run_dir={run_dir}: ~ is not expanded here, and would become a directory of "
+            f"that name; set logging.run_dir={os.path.expanduser(run_dir)}"
+        )
     path = Path(run_dir).absolute()
-    first = next(p for p in (path, *path.parents) if p.exists())
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:  # Too long, unreadable, or with a null character.
+        raise ConfigError(f"logging.run_dir={run_dir!r}: {error}; set another directory") from None
+    # A link that leads nowhere is there, too.
+    first = next(p for p in (path, *path.parents) if os.path.lexists(p))
     if not first.is_dir() or not os.access(first, os.W_OK | os.X_OK):
         wrong = "cannot be written to" if first.is_dir() else "is no directory"
         raise ConfigError(f"logging.run_dir={run_dir}: {first} {wrong}; set another directory")
