@@ -4,12 +4,14 @@ import dataclasses
 import json
 import shutil
 
+import peft
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
-from tests.weights.peft_directory import write_adapters
+from tests.weights.peft_directory import load_with_peft, write_adapters
 from tests.weights.tiny_hf import write_tiny_hf
-from vapo_megatron.config.lora import LoraConfig
+from vapo_megatron.config.lora import TARGETS, LoraConfig
 from vapo_megatron.errors import CheckpointError, ConfigError
 from vapo_megatron.models.hf_config import read_model_shape
 from vapo_megatron.weights.adapter_table import targets_of
@@ -61,7 +63,8 @@ def test_another_rank_alpha_or_targets(base, adapter):
 @pytest.mark.parametrize(
     ("field", "value"),
     [("use_dora", True), ("use_rslora", True), ("bias", "all"), ("rank_pattern", {"q_proj": 2}),
-     ("modules_to_save", ["lm_head"])],
+     ("modules_to_save", ["lm_head"]), ("layer_replication", [[0, 1], [0, 1]]),
+     ("init_lora_weights", "pissa")],
 )  # fmt: skip
 def test_more_than_two_matrices(base, adapter, field, value):
     change(adapter, **{field: value})
@@ -77,6 +80,46 @@ def test_no_lora_and_no_file(base, adapter):
     assert "adapter_config.json is missing; give a directory that peft has saved" in refused(
         base, adapter
     )
+
+
+def test_no_variant_of_peft_is_forgotten(base, adapter):
+    fields = dataclasses.fields(peft.LoraConfig)
+    variants = [each.name for each in fields if each.metadata.get("is_lora_variant")]
+    assert "use_dora" in variants
+    for name in variants:
+        change(adapter, **{name: {"a": 1}})
+        assert f"{name}={{'a': 1}} is not supported" in refused(base, adapter)
+        change(adapter, **{name: None})
+
+
+@pytest.mark.parametrize("start", ["eva", "gaussian", "pissa", "olora"])
+def test_what_changes_the_base_is_refused_and_nothing_else(start, base, adapter):
+    ids = torch.arange(3, 13)[None]
+    with torch.no_grad():
+        before = load_with_peft(base, adapter)(ids).logits
+        change(adapter, init_lora_weights=start)
+        error = (load_with_peft(base, adapter)(ids).logits - before).abs().max()
+    if error == 0:
+        check_adapters(adapter, read_model_shape(base), LORA, base)
+    else:
+        assert "peft changes the base model's weights" in refused(base, adapter)
+    assert (error == 0) == (start in ("eva", "gaussian"))
+
+
+def test_matrices_that_have_no_adapter_here(base, adapter):
+    file = adapter / "adapter_model.safetensors"
+    name = "base_model.model.model.embed_tokens.lora_embedding_A"
+    save_file({**load_file(file), name: torch.zeros(4, 300)}, file)
+    told = refused(base, adapter)
+    assert (
+        "has adapters of embed_tokens, which are none of q_proj" in told and "targets=" not in told
+    )
+
+
+def test_a_target_named_twice_counts_once(base, adapter):
+    twice = LORA.model_copy(update={"targets": ["k_proj", "q_proj", *TARGETS]})
+    check_adapters(adapter, read_model_shape(base), twice, base)
+    assert sorted(targets_of(read_model_shape(base), twice)) == sorted(TARGETS)
 
 
 def test_adapters_of_a_larger_model(base, adapter, tmp_path):

@@ -27,20 +27,20 @@ def adapter_rows(shape: ModelShape, lora: LoraConfig) -> tuple[Row, ...]:
 
 
 def targets_of(shape: ModelShape, lora: LoraConfig) -> tuple[str, ...]:
-    """Return the names of the matrices with an adapter; of a mixture of experts the attention's.
+    """Return the names of the matrices with an adapter, each once; with experts the attention's.
 
     Raises:
         ConfigError: others are asked for.
     """
     if shape.experts is None:
-        return tuple(lora.targets or TARGETS)
+        return tuple(dict.fromkeys(lora.targets or TARGETS))
     wrong = [target for target in lora.targets or () if target not in ATTENTION]
     if wrong:
         raise ConfigError(
             f"model.lora.targets={lora.targets}: {', '.join(wrong)} would be of experts, which "
             f"have no adapters; choose among {', '.join(ATTENTION)}"
         )
-    return tuple(lora.targets or ATTENTION)
+    return tuple(dict.fromkeys(lora.targets or ATTENTION))
 
 
 def adapter_tensors(shape: ModelShape, lora: LoraConfig) -> dict[str, tuple[int, ...]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from vapo_megatron.config.lora import LoraConfig
+from vapo_megatron.config.lora import TARGETS, LoraConfig
 from vapo_megatron.errors import CheckpointError
 from vapo_megatron.models.hf_config import ModelShape
 from vapo_megatron.weights.adapter_table import adapter_tensors, target_of, targets_of
@@ -29,8 +29,15 @@ _PLAIN = {
     "use_dora": False, "use_rslora": False, "fan_in_fan_out": False, "bias": "none",
     "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None, "layers_to_transform": None,
     "lora_bias": False, "target_parameters": None, "trainable_token_indices": None,
+    "layer_replication": None, "use_qalora": False, "velora_config": None,
+    "alora_invocation_tokens": None, "monteclora_config": None, "use_bdlora": None,
+    "arrow_config": None, "kasa_config": None,
 }  # fmt: skip
 """Settings of PEFT that change what an adapter computes or has, and their value without effect."""
+_BASE_KEPT = (True, False, None, "gaussian", "orthogonal", "eva")
+"""init_lora_weights with which the base model keeps its weights; PEFT changes them with others,
+such as pissa, before it adds B A."""
+_MERGE = "merge that adapter into its model with peft, and give the result as model.hf_path"
 
 
 def read_peft_config(directory: str | Path) -> dict[str, Any]:
@@ -50,9 +57,13 @@ def read_peft_config(directory: str | Path) -> dict[str, Any]:
     for name, plain in _PLAIN.items():
         if config.get(name, plain) not in (plain, None, [], {}):
             raise CheckpointError(
-                f"{file}: {name}={config[name]!r} is not supported, only {plain!r}; merge that "
-                "adapter into its model with peft, and give the result as model.hf_path"
+                f"{file}: {name}={config[name]!r} is not supported, only {plain!r}; {_MERGE}"
             )
+    if (begun := config.get("init_lora_weights")) not in _BASE_KEPT:
+        raise CheckpointError(
+            f"{file}: init_lora_weights={begun!r} is not supported: peft changes the base model's "
+            f"weights with it; {_MERGE}"
+        )
     return config
 
 
@@ -81,6 +92,11 @@ def check_adapters(
     expected = {PREFIX + n: s for n, s in wanted_tensors(shape, lora).items()}
     present = set(reader.names())
     found = sorted({target_of(name) for name in present})
+    if other := [target for target in found if target not in TARGETS]:
+        raise CheckpointError(
+            f"model.lora.path={directory} has adapters of {', '.join(other)}, which are none of "
+            f"{', '.join(TARGETS)}; {_MERGE}"
+        )
     if found != sorted(targets):
         raise CheckpointError(
             f"model.lora.path={directory} has adapters of {', '.join(found)}, and "
