@@ -392,6 +392,11 @@ MISTAKES = {
         ["algorithm.value_range=[-1.5, 1]"],
         "logging.run_dir={place}/run (step_000001): its critic was trained with algorithm.value_r",
     ),
+    "checkpoint of whole weights": (
+        checkpoint("run", ffn=32), ["model.lora.rank=4"],
+        "actor holds whole weights of the actor, which model.lora.rank=4 does not train; use the "
+        "settings of the run that wrote it\n",
+    ),
     "critic checkpoint without a critic": (
         nothing, ["model.critic_checkpoint={place}"], "holds no critic; set it to a run directory",
     ),

@@ -15,11 +15,12 @@ from tests.whole_run import Given, settings, trainer
 from vapo_megatron.errors import UserError
 
 
-def fit(hf, tmp, value_range):
+def fit(hf, tmp, value_range=None, lora=()):
     """Train on what was dumped, or go on; what refuses it, or the state of its checkpoint."""
     given = settings(
         hf,
         tmp / "run",
+        model={"lora": dict(lora)},
         algorithm={"policy_steps": 2, "value_range": value_range},
         checkpoint={"hf_export": False, "every_steps": 1, "keep_last": 9},
     )
@@ -42,6 +43,22 @@ def test_a_critic_of_another_value_range_is_refused(workers, tmp_path):
         (said,) = workers.run(1, fit, hf, tmp_path, other)
         assert "its critic was trained with algorithm.value_range=[-2.0, 2.0]" in said
     assert workers.run(1, fit, hf, tmp_path, [-2.0, 2.0]) == [state]
+
+
+def test_adapters_are_loaded_only_where_they_compute_the_same(workers, tmp_path):
+    hf = write_tiny_hf(tmp_path / "hf", **MODEL)
+    workers.run(1, dump, tmp_path / "replay", [1, 2], 1)
+    of_two = {"rank": 2, "targets": ["q_proj", "o_proj"]}
+    (state,) = workers.run(1, fit, hf, tmp_path, None, of_two)
+    ordered = {"rank": 2, "targets": ["o_proj", "q_proj"]}
+    assert workers.run(1, fit, hf, tmp_path, None, ordered) == [state]
+    for name, held, other in (
+        ("alpha", "32.0", {"alpha": 16}),
+        ("targets", '["q_proj", "o_proj"]', {"targets": ["q_proj"]}),
+    ):
+        (said,) = workers.run(1, fit, hf, tmp_path, None, of_two | other)
+        assert f"of its actor were trained with model.lora.{name}={held}, which model." in said
+        assert f"; set {name}={held}, or use another checkpoint" in said
 
 
 def skipping(hf, tmp, is_resumed):

@@ -16,14 +16,14 @@ from vapo_megatron.run.checkpoint.files import (
     CRITIC_REMEDY,
     STATE,
     candidates,
+    check_meaning,
     check_optimizer,
     check_roles,
-    check_value_range,
     read_sums,
     resumes,
 )
 from vapo_megatron.weights.convert.sharded_files import ShardedReader
-from vapo_megatron.weights.convert.to_hf import check_tensors
+from vapo_megatron.weights.convert.to_hf import check_adapted, check_tensors
 
 
 def check_checkpoint(config: VapoConfig, shape: ModelShape) -> None:
@@ -42,7 +42,7 @@ def _check_own(newest: Path, config: VapoConfig, shape: ModelShape) -> None:
     field, roles = f"logging.run_dir={config.logging.run_dir}", config.algorithm.trained_roles
     if (state := _state(newest)) is not None:
         check_roles(newest, state["num_updates"], roles)
-        check_value_range(state, config.algorithm, field=f"{field} ({newest.name})")
+        check_meaning(state, config, roles, field=f"{field} ({newest.name})")
     for role in roles:
         lora = config.model.lora if config.model.lora.of(role) else None
         if _check_tensors(newest, role, shape, field, "logging.run_dir", lora):
@@ -60,7 +60,7 @@ def _check_critic(path: str, config: VapoConfig, shape: ModelShape) -> None:
         )
     newest = found[0]
     if (state := _state(newest)) is not None:
-        check_value_range(state, config.algorithm, field=field)
+        check_meaning(state, config, ["critic"], field=field)
     lora = config.model.lora if config.model.lora.of("critic") else None
     if (
         _check_tensors(newest, "critic", shape, field, "critic_checkpoint", lora)
@@ -75,8 +75,10 @@ def _check_tensors(
     """Compare a role's tensors with the model's sizes; False: they are damaged."""
     if not _is_intact(newest, f"{role}/.metadata"):
         return False
+    reader = ShardedReader(newest / role)
+    check_adapted(reader, role, lora)
     try:
-        check_tensors(ShardedReader(newest / role), shape, role, lora)
+        check_tensors(reader, shape, role, lora)
     except CheckpointError as error:
         raise CheckpointError(
             f"{field}: {error}; set model.hf_path to the model that it was trained from, or "

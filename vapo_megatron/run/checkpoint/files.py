@@ -21,13 +21,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from vapo_megatron.config import AlgorithmConfig, VapoConfig
+from vapo_megatron.config.lora import TARGETS, LoraConfig
 from vapo_megatron.data.storage import replacing, sha256_of, sync
 from vapo_megatron.errors import CheckpointError, tell
 from vapo_megatron.parallel.reduce import gather_objects
@@ -270,17 +271,49 @@ def check_roles(directory: Path, held: Collection[str], trained: Collection[str]
         )
 
 
-def check_value_range(state: Mapping[str, Any], algorithm: AlgorithmConfig, *, field: str) -> None:
-    """Reject a critic whose outputs mean values in another range; see algorithm.value_range.
+def check_meaning(
+    state: Mapping[str, Any], config: VapoConfig, roles: Iterable[str], *, field: str
+) -> None:
+    """Reject weights that would compute something else under the run's settings.
 
     Args:
         state: of the checkpoint.
-        algorithm: the run's.
+        config: the run's.
+        roles: that are loaded.
         field: that names the checkpoint, with its value.
 
     Raises:
-        CheckpointError: names both ranges.
+        CheckpointError: names the setting, and both values.
     """
+    _check_value_range(state, config.algorithm, field)
+    found = state["run"].get("config", {}).get("model", {}).get("lora")
+    if found is None:  # an older version's
+        return
+    before, now = LoraConfig.model_construct(**found), config.model.lora
+    for role in roles:
+        if before.of(role) and now.of(role):
+            _check_adapters(before, now, role, field)
+
+
+def _check_adapters(before: LoraConfig, now: LoraConfig, role: str, field: str) -> None:
+    """Reject adapters of other matrices, or with another factor; their tensors show the rank."""
+    differ = {
+        "alpha": before.alpha != now.alpha,
+        "targets": set(before.targets or TARGETS) != set(now.targets or TARGETS),
+    }
+    for name, does in differ.items():
+        held, asked = getattr(before, name), getattr(now, name)
+        if does:
+            raise CheckpointError(
+                f"{field}: the adapters of its {role} were trained with model.lora.{name}="
+                f"{json.dumps(held)}, which model.lora.{name}={json.dumps(asked)} must equal: "
+                f"they would be another {role}; set {name}={json.dumps(held)}, or use another "
+                "checkpoint"
+            )
+
+
+def _check_value_range(state: Mapping[str, Any], algorithm: AlgorithmConfig, field: str) -> None:
+    """Reject a critic whose outputs mean values in another range; see algorithm.value_range."""
     held, asked = (json.dumps(r) for r in (state["run"].get("value_range"), algorithm.value_range))
     if held != asked:
         raise CheckpointError(

@@ -66,7 +66,8 @@ def find_start(config: VapoConfig) -> Start:
                 tell(f"restarted job: resumes from {directory} despite checkpoint.resume=false")
             state = checkpoint_files.read_state(directory)
             field = f"checkpoint {directory}"
-            checkpoint_files.check_value_range(state, config.algorithm, field=field)
+            roles = config.algorithm.trained_roles
+            checkpoint_files.check_meaning(state, config, roles, field=field)
             return Start(own=directory)
     elif dist.get_rank() == 0:
         with writing(own):
@@ -77,7 +78,7 @@ def find_start(config: VapoConfig) -> Start:
     critic = find_critic(Path(path))
     state = checkpoint_files.read_state(critic[0].parent)
     field = f"model.critic_checkpoint={path}"
-    checkpoint_files.check_value_range(state, config.algorithm, field=field)
+    checkpoint_files.check_meaning(state, config, ["critic"], field=field)
     return Start(critic=critic)
 
 

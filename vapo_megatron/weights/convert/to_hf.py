@@ -234,17 +234,7 @@ def check_tensors(
     Raises:
         CheckpointError: names tensors with what was expected and found.
     """
-    if has_adapters(reader) != (lora is not None):
-        held, asked = ("adapters", "null") if lora is None else ("whole weights", f"{lora.rank}")
-        raise CheckpointError(
-            f"{reader.directory} holds {held} of the {role}, which model.lora.rank={asked} does "
-            "not train; use the settings of the run that wrote it"
-        )
-    if lora is not None and (rank := _rank_of(reader)) != lora.rank:
-        raise CheckpointError(
-            f"{reader.directory} holds adapters of rank {rank}, which model.lora.rank={lora.rank} "
-            f"must equal; set it to {rank}"
-        )
+    check_adapted(reader, role, lora)
     found = {key for key in reader.tensors if is_of_model(key)}
     if role == "critic" and checkpoint_role(reader) == "actor":
         found.discard(_HEAD_KEY)
@@ -257,6 +247,28 @@ def check_tensors(
     sizes = {tensor.key: tensor.global_shape for tensor in expected}
     compare_tensors(reader, role, sizes, sorted(found), DTYPES.values())
     return expected
+
+
+def check_adapted(reader: ShardedReader, role: str, lora: LoraConfig | None) -> None:
+    """Refuse adapters in place of whole weights, the reverse, and those of another rank.
+
+    Args:
+        reader, role, lora: see check_tensors.
+
+    Raises:
+        CheckpointError: names model.lora.rank.
+    """
+    if has_adapters(reader) != (lora is not None):
+        held, asked = ("adapters", "null") if lora is None else ("whole weights", f"{lora.rank}")
+        raise CheckpointError(
+            f"{reader.directory} holds {held} of the {role}, which model.lora.rank={asked} does "
+            "not train; use the settings of the run that wrote it"
+        )
+    if lora is not None and (rank := _rank_of(reader)) != lora.rank:
+        raise CheckpointError(
+            f"{reader.directory} holds adapters of rank {rank}, which model.lora.rank={lora.rank} "
+            f"must equal; set it to {rank}"
+        )
 
 
 def _conversion(directory: Path) -> dict:
