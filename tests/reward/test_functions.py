@@ -146,6 +146,7 @@ from vapo_megatron.reward.verifier import Verdict
 
 def good(response, answer, tolerance): return answer in response
 def raises(response, answer): return int(response) == int(answer)
+def lines(response): raise KeyError("one") if not response else ValueError("two\\n  lines:\\nhere")
 def nan(response): return float("nan")
 def number(response): return 0.5
 def nothing(response): print(response)
@@ -166,6 +167,7 @@ class Slow:
     ("name", "fields", "message"),
     [
         ("raises", {}, r"it raised ValueError: invalid literal .*tried.py\", line 5, in raises\)"),
+        ("lines", {}, r"it raised ValueError: two lines: here \(.*tried.py\", line 6, in lines\)"),
         ("nan", {"from_score": [0, 1]}, "it returned nan, not True or False, a finite number, or"),
         ("number", {}, "it returned the number 0.5, a score, but reward.from_score=null; set it"),
         ("number", {"from_score": [1, 2]}, r"score 0.5 is outside reward.from_score=\[1, 2\]"),

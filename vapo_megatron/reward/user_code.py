@@ -99,8 +99,15 @@ def failure(reply: Reply, timeout_seconds: float, memory_bytes: int) -> str:
 
 
 def last_line(trace: str) -> tuple[str, str]:
-    """Return a traceback's last line, and in parentheses where in the user's code it was raised."""
-    *lines, last = trace.rstrip().splitlines()
+    """Return a traceback's last line, and in parentheses where in the user's code it was raised.
+
+    An error whose message has several lines is one line here.
+    """
+    lines = trace.rstrip().splitlines()
+    in_frames = max((i for i, line in enumerate(lines) if line.startswith("  File ")), default=0)
+    after = lines[in_frames:]
+    start = next((i for i, line in enumerate(after) if line[:1].strip()), len(after) - 1)
+    last = " ".join(" ".join(after[start:]).split())
     files = (line.strip() for line in reversed(lines) if line.startswith("  File "))
     place = next((f for f in files if _PACKAGE not in f and "<frozen" not in f), "")
     return last, f" ({place})" if place else ""
