@@ -13,6 +13,7 @@ from tests.dumped import MODEL, dump, rollouts
 from tests.weights.tiny_hf import write_tiny_hf
 from tests.whole_run import Given, settings, trainer
 from vapo_megatron.errors import UserError
+from vapo_megatron.weights.convert.to_hf import convert_to_hf
 
 
 def fit(hf, tmp, value_range=None, lora=()):
@@ -59,6 +60,12 @@ def test_adapters_are_loaded_only_where_they_compute_the_same(workers, tmp_path)
         (said,) = workers.run(1, fit, hf, tmp_path, None, of_two | other)
         assert f"of its actor were trained with model.lora.{name}={held}, which model." in said
         assert f"; set {name}={held}, or use another checkpoint" in said
+    checkpoint = tmp_path / "run/checkpoints/step_000002/actor"
+    convert_to_hf(checkpoint, tmp_path / "converted", hf)
+    other = write_tiny_hf(tmp_path / "other", **MODEL, seed=1)
+    with pytest.raises(UserError, match="--hf=.*other has other weights than those that the ad"):
+        convert_to_hf(checkpoint, tmp_path / "wrong", other)
+    assert not (tmp_path / "wrong").exists()
 
 
 def skipping(hf, tmp, is_resumed):

@@ -40,7 +40,13 @@ from vapo_megatron.weights.hf_directory import (
     write_index,
 )
 from vapo_megatron.weights.hf_reader import DTYPES
-from vapo_megatron.weights.peft_files import PREFIX, WEIGHTS_FILE, wanted_tensors, write_peft_config
+from vapo_megatron.weights.peft_files import (
+    PREFIX,
+    WEIGHTS_FILE,
+    base_digest,
+    wanted_tensors,
+    write_peft_config,
+)
 from vapo_megatron.weights.table import EMBEDDING, OUTPUT, VALUE_HEAD_BIAS
 
 _EMBEDDING_KEY, _HEAD_KEY = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -158,7 +164,12 @@ def _convert_adapters(
             f"{reader.directory} holds a critic's adapters, which have no form in peft; give the "
             "checkpoint of an actor, or start a critic from it with model.critic_checkpoint"
         )
-    lora = _lora_of(reader.directory)
+    lora, trained_on = _lora_of(reader.directory)
+    if trained_on is not None and base_digest(source) not in (trained_on, None):
+        raise CheckpointError(
+            f"--hf={source} has other weights than those that the adapters in {reader.directory} "
+            "were trained on; give the base model that the run began with"
+        )
     used = wanted_tensors(shape, lora)
     tensors = check_tensors(reader, shape, role, lora)
     reader.check_files({tensor.key for tensor in tensors})
@@ -181,11 +192,12 @@ def _convert_adapters(
     return out
 
 
-def _lora_of(directory: Path) -> LoraConfig:
-    """Return model.lora of the run whose checkpoint a role's directory is in."""
+def _lora_of(directory: Path) -> tuple[LoraConfig, str | None]:
+    """Return model.lora, and the digest of the base, of the run whose checkpoint a role is in."""
     try:
         state = json.loads((directory.absolute().parent / "state.json").read_bytes())
-        return LoraConfig.model_validate(state["run"]["config"]["model"]["lora"])
+        run = state["run"]
+        return LoraConfig.model_validate(run["config"]["model"]["lora"]), run.get("base")
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise CheckpointError(
             f"{directory} holds adapters, but its run's settings cannot be read from "
