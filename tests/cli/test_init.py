@@ -44,6 +44,8 @@ def test_without_data_the_rest_is_there_and_a_file_is_kept(place, capsys):
     assert load_config("new/first.yaml").data.train_path is None
     assert main(["init", "--model", "a: model", "--out", "new/first.yaml"]) == 2
     assert "--out=new/first.yaml exists; remove it" in capsys.readouterr().err
+    assert main(["init", "--model", "a: model", "--out", "other.yaml", "--gpus", "-1"]) == 2
+    assert "argument --gpus: -1 must be at least 0" in capsys.readouterr().err
 
 
 def test_what_a_dry_run_refuses_is_not_written(place, capsys):

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from vapo_megatron.cli.command import Parser, run
+from vapo_megatron.cli.plan_options import natural
 from vapo_megatron.config import DataConfig, RolloutConfig, VapoConfig, load_config
 from vapo_megatron.data.storage import replace_file
 from vapo_megatron.errors import ConfigError, UserError
@@ -242,7 +243,7 @@ def _parser() -> Parser:
         help="JSONL or parquet of the problems to train on (default: to be filled in)",
     )  # fmt: skip
     parser.add_argument(
-        "--gpus", type=int, metavar="N",
+        "--gpus", type=natural, metavar="N",
         help="train on N GPUs of 80 GB; 0: on a CPU (default: the GPUs of this machine)",
     )  # fmt: skip
     parser.add_argument(
