@@ -154,6 +154,7 @@ def test_an_episode_says_why_it_failed(workers, place):
     [
         ([], "give --prompt TEXT, or --data FILE"),
         (["--prompt", "a", "--data", "b"], "give --prompt TEXT, or --data FILE"),
+        (["--prompt", ""], "give --prompt TEXT, or --data FILE"),
         (["--prompt", "a", "--samples", "0"], "--samples=0 must be at least 1"),
         (["--prompt", "a"], "--checkpoint=nowhere"),
     ],

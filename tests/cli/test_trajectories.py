@@ -40,6 +40,7 @@ def refused(capsys, *arguments):
         (["--out", "x.parquet"], "--out=x.parquet must end in .jsonl; change it"),
         (["--revise", "s.jsonl", "--samples", "3"], "--samples=3 is for episodes"),
         (["--gamma", "0"], "--gamma=0 must be in (0, 1]; change it"),
+        (["--nproc", "0"], "--nproc=0 must be at least 1"),
         (["--endings", "0"], "--endings=0 must be at least 1; change it"),
         (["--keywords", " ,"], "must be one word or more; change it"),
         (["--separator", "("], "--separator=( is no regular expression"),

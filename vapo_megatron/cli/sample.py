@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _sample(options: argparse.Namespace, worker: Sequence[str]) -> str | None:
-    if (options.prompt is None) == (options.data is None):
+    if (options.prompt is None) == (options.data is None) or options.prompt == "":
         raise ConfigError("give --prompt TEXT, or --data FILE")
     # Loads torch, so it comes after the options are checked.
     from vapo_megatron.cli.sampling import inputs

@@ -36,7 +36,7 @@ def main_of(
 
     def done() -> object:
         options = parser.parse_intermixed_args(arguments)
-        for name in ("batch", "samples", "problems"):
+        for name in ("nproc", "batch", "samples", "problems"):
             value = getattr(options, name, None)
             if value is not None and value < 1:
                 raise ConfigError(f"--{name}={value} must be at least 1")
