@@ -31,6 +31,13 @@ def rejected(*overrides, path=()):
     return str(caught.value)
 
 
+def test_one_override_is_not_taken_for_its_letters():
+    with pytest.raises(
+        ConfigError, match=r"overrides='seed=1' must be a list .* write \['seed=1'\]"
+    ):
+        load_config("vapo", "seed=1")
+
+
 def test_later_files_and_then_overrides_win(tmp_path):
     first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
     first.write_text("seed: 1\nalgorithm: {gamma: 0.9, clip_low: 0.1, clip_high: 0.3}\n")

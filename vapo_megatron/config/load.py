@@ -50,6 +50,8 @@ def read_config(
     tree: dict[str, Any] = {}
     for file in [path] if isinstance(path, str | Path) else path:
         _merge(tree, _read_yaml(config_file(file)), str(file))
+    if isinstance(overrides, str):
+        raise ConfigError(f"overrides={overrides!r} must be a list of texts; write [{overrides!r}]")
     for override in overrides:
         _merge(tree, _parse_override(override), f"override {override!r}")
     _drop_removed(tree)
