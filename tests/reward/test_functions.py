@@ -136,6 +136,9 @@ def test_the_full_score_is_where_the_reward_is_highest():
 def test_own_metrics_are_finite_numbers_with_names_that_metrics_may_have():
     assert verifier_module._NAME.pattern == LABEL
     assert Verdict("correct", metrics={"steps": 3, "is_short": True}).metrics["steps"] == 3
+    computed = Verdict("wrong", np.float32(0.5), metrics={"n": np.int64(3), "is": np.bool_(True)})
+    assert computed == Verdict("wrong", 0.5, metrics={"n": 3, "is": True})
+    assert type(computed.score) is float and type(computed.metrics["n"]) is int
     for wrong in ({"a/b": 1.0}, {"a": math.nan}, {"a": "1"}, {3: 1.0}):
         with pytest.raises(ValueError, match="metrics"):
             Verdict("correct", metrics=wrong)

@@ -32,8 +32,8 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vapo_megatron.reward.functions import WrongReturn, as_verdict, python_value
-from vapo_megatron.reward.verifier import Verdict, is_finite
+from vapo_megatron.reward.functions import WrongReturn, as_verdict
+from vapo_megatron.reward.verifier import Verdict, is_finite, python_value
 
 Observation = str | list[dict[str, str]]
 

@@ -17,8 +17,8 @@ from vapo_megatron.environments.python_tool import PythonTool
 from vapo_megatron.environments.step import MAX_MESSAGES, Step, text
 from vapo_megatron.environments.tool_calls import PARSERS, Call, Parser
 from vapo_megatron.environments.tool_schemas import Tool
-from vapo_megatron.reward.functions import python_value
 from vapo_megatron.reward.user_code import load
+from vapo_megatron.reward.verifier import python_value
 
 BUILT_IN = ("calculator", "python")
 MAX_ERROR_CHARACTERS = 300

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from vapo_megatron.data.problems import Problem
-from vapo_megatron.reward.verifier import Verdict, is_finite
+from vapo_megatron.reward.verifier import Verdict, is_finite, python_value
 
 RESPONSE, RESPONSES = "response", "responses"
 DUE = "True or False, a finite number, or a Verdict"
@@ -136,11 +136,6 @@ def as_verdict(result: Any, full_score: float | None) -> Verdict:
             "the scores' range [low, high], such as [0, 1], or return True or False"
         )
     return Verdict("correct" if value >= full_score else "wrong", score=float(value))
-
-
-def python_value(value: Any) -> Any:
-    """Return a scalar of numpy or torch as a value of Python's, anything else as it is."""
-    return value.item() if getattr(value, "shape", None) == () else value
 
 
 def _given(problem: Problem) -> dict[str, Any]:

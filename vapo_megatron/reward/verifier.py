@@ -11,7 +11,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from vapo_megatron.data.problems import Problem
 
@@ -44,6 +44,10 @@ class Verdict:
     """Numbers of the verifier's own, whose means become the metrics reward/own/NAME."""
 
     def __post_init__(self) -> None:
+        # Scorers compute with numpy and torch, whose scalars would not pass as Python's.
+        object.__setattr__(self, "score", python_value(self.score))
+        numbers = {name: python_value(value) for name, value in self.metrics.items()}
+        object.__setattr__(self, "metrics", numbers)
         if self.status not in get_args(Status):
             raise ValueError(f"status={self.status!r} must be one of {', '.join(get_args(Status))}")
         if self.score is not None and not is_finite(self.score):
@@ -65,6 +69,11 @@ class Verdict:
     def is_correct(self) -> bool:
         """True for "correct" only."""
         return self.status == "correct"
+
+
+def python_value(value: Any) -> Any:
+    """Return a scalar of numpy or torch as a value of Python's, anything else as it is."""
+    return value.item() if getattr(value, "shape", None) == () else value
 
 
 def is_finite(value: object) -> bool:
