@@ -79,7 +79,7 @@ class Launched:
         self.kill()
         return codes, self._done(0)
 
-    def wait(self, timeout_seconds: float = 280) -> Done:
+    def wait(self, timeout_seconds: float = 900) -> Done:
         """Wait until all have ended; where one fails, end the others, as torchrun does."""
         deadline = time.monotonic() + timeout_seconds
         while any(process.is_alive() for process in self._processes):
