@@ -80,6 +80,7 @@ RUNS = (
     Run("bash examples/run_vapo_tiny_judge.sh", by="tests/e2e/test_judge_server.py"),
     Run("python examples/tiny/make_judge.py", by="tests/e2e/test_judge_server.py"),
     Run("bash examples/run_vapo_smollm.sh", by="tests/examples/test_run_smollm.py"),
+    Run("python examples/smollm/compare_algorithms.py", by="tests/examples/test_run_smollm.py"),
     Run("python examples/smollm/make_model.py", by="tests/examples/test_smollm.py"),
     Run("python mine/largest.py", by="tests/docs/test_your_own_task.py"),
     Run("vapo init --model models/base", by="tests/docs/test_your_own_task.py"),
