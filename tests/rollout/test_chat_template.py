@@ -115,3 +115,21 @@ def test_a_constant_date_and_a_rows_own_are_no_clock(tmp_path):
     assert template([USER]) == "26 Jul 20241 + 1 = ?"
     assert template([USER], variables={"date_string": "1 Jan 2020"}) == "1 Jan 20201 + 1 = ?"
     assert template.date is None
+
+
+def test_what_is_left_out_is_looked_for_once_for_each_shape_of_messages(tmp_path, monkeypatch):
+    """A text may be written alone and left out beside a call, as in Llama 3.1's template."""
+    form = (
+        "{% for m in messages %}{% for c in m['tool_calls'] or [] %}{{ c | tojson }}{% else %}"
+        "{{ m['content'] }}{% endfor %}{% endfor %}"
+    )
+    template, rendered = template_of(tmp_path, form), []
+    written = template.written
+    monkeypatch.setattr(template, "written", lambda *a, **o: rendered.append(1) or written(*a, **o))
+    said = {"role": "assistant", "content": "2"}
+    for question, count in (("1 + 1", None), ("2 + 2", 1), ("3 + 3", 1)):
+        rendered.clear()
+        assert template([{**USER, "content": question}, said, USER]).startswith(question)
+        assert count in (None, len(rendered))
+    with pytest.raises(DataError, match="does not write the assistant's text of message 1"):
+        template([USER, {**said, "tool_calls": [CALL]}, USER])
