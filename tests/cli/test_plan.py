@@ -300,6 +300,7 @@ APART = "--placement disaggregated --lag 1"
         ("--model Qwen9", "model 'Qwen9' must be one of"),
         ("--model /no/where/config.json", "--model=/no/where does not exist; set"),
         ("--gpus 12", "--gpus=12 must be a multiple of --gpus-per-node=8"),
+        ("--gpus 99999999999", "--gpus=99999999999 must be at most 1000000; correct it"),
         ("--responses 100", "responses_per_step=100 must be divisible by"),
         ("--response 30000", "a mean response of 30000 tokens must lie between 1 and"),
         ("--vllm-tp 3", "rollout.tensor_model_parallel_size=3 must divide"),

@@ -36,6 +36,11 @@ def test_every_layout_that_divides():
     assert rejected == {}
 
 
+def test_stages_are_searched_up_to_the_layers():
+    sizes, rejected = layouts(known_shape("Qwen2.5-32B"), base(2**37))
+    assert not sizes and len(rejected) == 28
+
+
 def test_what_does_not_divide_is_named():
     sizes, rejected = layouts(known_shape("Qwen2.5-0.5B"), base(8))
     # 14 heads, 2 key-value heads, 24 layers.

@@ -61,6 +61,8 @@ def test_a_broken_tokenizer_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match="does not load: .*; fetch its tokenizer's files"):
         load_tokenizer(tmp_path)
+    with pytest.raises(ConfigError, match=f"^--tokenizer={tmp_path}: its"):
+        load_tokenizer(tmp_path, "--tokenizer")
 
 
 def test_code_in_a_checkpoint_is_not_run(tmp_path):

@@ -49,6 +49,8 @@ RESHARD = """Compare the bytes and seconds of a weight sync with a gather of ful
 The plan sends each vLLM rank the slices that it is missing. A full gather brings every tensor to
 every rank first.
 """
+_MOST_GPUS = 1_000_000
+"""Of more, the rounds of generation alone take minutes to count: one replica after another."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -151,8 +153,10 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
     """Return the cluster; what is not given comes from the GPU's data sheet.
 
     Raises:
-        ConfigError: nodes would have different sizes.
+        ConfigError: nodes would have different sizes, or the number of GPUs is mistyped.
     """
+    if options.gpus > _MOST_GPUS:
+        raise ConfigError(f"--gpus={options.gpus} must be at most {_MOST_GPUS}; correct it")
     per_node = min(options.gpus_per_node, options.gpus)
     if options.gpus % per_node:
         raise ConfigError(

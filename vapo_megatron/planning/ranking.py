@@ -159,10 +159,11 @@ def trainer_layouts(
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     contexts = [fixed.cp] if fixed.cp else _powers_of_two(max(1, longest // CONTEXT_TOKENS))
     chunks = fixed.vpp if fixed.vpp != 1 else None
+    stages = range(1, min(world_size, shape.num_layers) + 1)
     found, rejected = [], {}
     for tp_size, cp_size in itertools.product(tensors, contexts):
         ranks = tp_size * cp_size
-        pipelines = [n for n in range(1, world_size + 1) if world_size % (ranks * n) == 0]
+        pipelines = [n for n in stages if world_size % (ranks * n) == 0]
         for pp_size, ep_size in itertools.product(
             [fixed.pp] if fixed.pp else pipelines or [1], experts
         ):
@@ -181,9 +182,7 @@ def trainer_layouts(
                 check_together(config)
                 check_layouts(shape, config)
             except ConfigError as error:
-                # Report more stages than layers only if the user asked for them.
-                if pp_size <= shape.num_layers or fixed.pp:
-                    rejected[layout_name(config)] = str(error).split(";")[0]
+                rejected[layout_name(config)] = str(error).split(";")[0]
                 continue
             found.append(config)
     return found, rejected

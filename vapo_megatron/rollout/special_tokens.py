@@ -13,7 +13,7 @@ _TEXTS = ("1 + 1 = ", "2")
 """Two texts: what a tokenizer adds around both are its special tokens."""
 
 
-def check_nothing_behind(hf_path: str | Path, tokenizer: Any) -> None:
+def check_nothing_behind(hf_path: str | Path, tokenizer: Any, name: str) -> None:
     """Refuse a tokenizer that appends a token: the policy would answer behind the end of its text.
 
     Raises:
@@ -26,7 +26,7 @@ def check_nothing_behind(hf_path: str | Path, tokenizer: Any) -> None:
         if behind:
             names = " ".join(tokenizer.convert_ids_to_tokens(behind))
             raise ConfigError(
-                f"model.hf_path={hf_path}: its tokenizer appends {names!r} to every text, behind "
+                f"{name}={hf_path}: its tokenizer appends {names!r} to every text, behind "
                 "which no response belongs; remove it from post_processor in tokenizer.json, and "
                 "set add_eos_token to false in tokenizer_config.json"
             )

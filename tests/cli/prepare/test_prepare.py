@@ -290,7 +290,7 @@ def test_rows_without_answers(make, tmp_path):
 
 def test_other_columns_stay_unless_they_are_dropped(make, tmp_path):
     rows = [
-        {"question": "w3", "answer": "#### 1", "prompt": "x", "id": 7, "tags": ["a"]},
+        {"question": "w3", "answer": "#### 1", "prompt": "x", "id": 7, "tags": ["a"], "level": None},
         {"question": "w4", "answer": "#### 2", "level": 0.5},
     ]
     file, named = jsonl(tmp_path / "a.jsonl", rows), functools.partial(choose_shape, name="gsm8k")
@@ -303,6 +303,8 @@ def test_other_columns_stay_unless_they_are_dropped(make, tmp_path):
         for source in (file, parquet(tmp_path / "a.parquet", rows)):
             summary, _ = make(source, template="none", choose=named, dropped=dropped)
             assert summary.columns == left
+            with pytest.raises(DataError, match="--drop-columns tag: no file .* are .*level"):
+                make(source, template="none", choose=named, dropped=["id", "tag"])
     rows[1]["id"] = "seven"
     with pytest.raises(DataError, match="'id' is int64 in .*line 1 and string .*--drop-columns id"):
         make(jsonl(file, rows), template="none", choose=named)

@@ -60,15 +60,16 @@ def _prepare(options: argparse.Namespace) -> str:
     if not Path(options.tokenizer).is_dir():
         raise DataError(missing_model("--tokenizer", options.tokenizer))
     refuse_mixed(options)
+    tokenizer = load_tokenizer(options.tokenizer, "--tokenizer")
     if options.reasoning_gym is not None:
         with MathVerifier() as verifier:
-            written = prepare_tasks(options, load_tokenizer(options.tokenizer), verifier)
+            written = prepare_tasks(options, tokenizer, verifier)
         return "\n".join(f"{summary.describe()}\n{out}" for summary, out in written)
     with MathVerifier() as verifier, Verifiers(RewardConfig(verifier="code")) as code_verifier:
         summary = prepare(
             options.data,
             options.out,
-            tokenizer=load_tokenizer(options.tokenizer),
+            tokenizer=tokenizer,
             verifier=verifier,
             template=options.template,
             max_prompt_tokens=options.max_prompt_tokens,

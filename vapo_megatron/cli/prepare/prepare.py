@@ -207,8 +207,9 @@ def _rows(
     paths: Sequence[Path], choose: Choose, dropped: Collection[str], summary: Summary
 ) -> Iterator[tuple[Shape, str, dict[str, Any]]]:
     """Yield (shape, where, row) of all files, and count them."""
+    seen = {ALL}
     for path in paths:
-        shape, rows = read_rows(path, choose, dropped)
+        shape, rows = read_rows(path, choose, dropped, seen)
         count, total = 0, count_rows(path)
         with ProgressBar(f"rows of {path.name}") as bar:
             for count, (where, row) in enumerate(rows, start=1):
@@ -219,6 +220,11 @@ def _rows(
             raise DataError(f"data file {path} holds no rows; give a file with at least one")
         summary.files.append({"file": str(path), "shape": shape.name, "rows": count})
         summary.rows += count
+    if absent := [name for name in dropped if name not in seen]:
+        raise DataError(
+            f"--drop-columns {' '.join(absent)}: no file has such a column; there are "
+            f"{', '.join(sorted(seen - {ALL}))}"
+        )
 
 
 def _distinct(

@@ -94,7 +94,7 @@ def count_rows(path: Path) -> int:
 
 
 def read_rows(
-    path: Path, choose: Choose, dropped: Collection[str] = ()
+    path: Path, choose: Choose, dropped: Collection[str] = (), seen: set[str] | None = None
 ) -> tuple[Shape, Iterator[Row]]:
     """Return a file's shape and an iterator over its rows, which are read in batches.
 
@@ -102,24 +102,32 @@ def read_rows(
         path: the file.
         choose: chooses its shape.
         dropped: columns beside the shape's that are not read; ALL: none is.
+        seen: gets the names of all columns, by the time that the rows have been read.
 
     Raises:
         DataError: here or while iterating; names the file and the line or row.
     """
+    seen = set() if seen is None else seen
     if path.suffix == ".parquet":
         with parquet_file(path) as file:
             shape = choose(file.schema_arrow.names, str(path))
             names = [n for n in file.schema_arrow.names if _is_read(n, shape, dropped)]
+            seen.update(file.schema_arrow.names)
         return shape, file_rows(path, names)
     rows = file_rows(path) if path.suffix == ".jsonl" else _csv(path)
     first = next(rows, None)
     if first is None:
         raise DataError(f"data file {path} holds no rows; give a file with at least one")
     shape = choose(list(first[1]), str(path))
-    return shape, (
-        (where, {name: v for name, v in row.items() if _is_read(name, shape, dropped)})
-        for where, row in itertools.chain([first], rows)
-    )
+    return shape, _without(itertools.chain([first], rows), shape, dropped, seen)
+
+
+def _without(
+    rows: Iterator[Row], shape: Shape, dropped: Collection[str], seen: set[str]
+) -> Iterator[Row]:
+    for where, row in rows:
+        seen.update(row)
+        yield where, {name: v for name, v in row.items() if _is_read(name, shape, dropped)}
 
 
 def _is_read(name: str, shape: Shape, dropped: Collection[str]) -> bool:
