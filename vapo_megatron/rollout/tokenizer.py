@@ -39,9 +39,7 @@ def load_tokenizer(hf_path: str | Path, name: str = "model.hf_path") -> Any:
     directory = Path(hf_path)
     local = directory.is_dir()
     if not local and not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", str(hf_path)):
-        raise ConfigError(
-            f"{name}={hf_path}: no such directory; give a Hugging Face directory"
-        )
+        raise ConfigError(f"{name}={hf_path}: no such directory; give a Hugging Face directory")
     if local and not any((directory / name).is_file() for name in VOCABULARY_FILES):
         raise ConfigError(
             f"{name}={hf_path}: no tokenizer; the directory must hold one of "

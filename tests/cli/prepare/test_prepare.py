@@ -290,7 +290,14 @@ def test_rows_without_answers(make, tmp_path):
 
 def test_other_columns_stay_unless_they_are_dropped(make, tmp_path):
     rows = [
-        {"question": "w3", "answer": "#### 1", "prompt": "x", "id": 7, "tags": ["a"], "level": None},
+        {
+            "question": "w3",
+            "answer": "#### 1",
+            "prompt": "x",
+            "id": 7,
+            "tags": ["a"],
+            "level": None,
+        },
         {"question": "w4", "answer": "#### 2", "level": 0.5},
     ]
     file, named = jsonl(tmp_path / "a.jsonl", rows), functools.partial(choose_shape, name="gsm8k")
