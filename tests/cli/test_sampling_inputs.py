@@ -82,6 +82,18 @@ def test_a_run_without_an_export(run_dir):
     assert "the run has neither hf_export nor a checkpoint yet" in refused(run_dir)
 
 
+def test_a_run_of_adapters_needs_a_merge(run_dir):
+    config = load_config([], ["model.hf_path=models/base", "model.lora.rank=2"])
+    (run_dir / "config.yaml").write_text(config.to_yaml())
+    for checkpoint, start in ((run_dir, "export it with "), (run_dir / "checkpoints", "one with ")):
+        message = refused(checkpoint)
+        out = f"{run_dir}/exports/step_000143_adapters"
+        assert command(message, start)[4:] == [
+            f"{run_dir}/checkpoints/step_000143/actor", "--hf", "models/base", "--out", out,
+        ]  # fmt: skip
+        assert f"{out}', merge that with peft (docs/lora.md, Files), " in message
+
+
 def test_a_run_that_went_back_has_a_newer_export(run_dir):
     (run_dir / "checkpoints/latest").write_text("step_000002")
     assert find_hf_directory(run_dir) == run_dir / "hf_export"

@@ -404,6 +404,10 @@ MISTAKES = {
         append("file", ""), ["logging.run_dir={place}/file/run"],
         "/file is no directory; set another directory",
     ),
+    "run directory whose checkpoints are a file": (
+        lambda place: (place / "run").mkdir() or append("run/checkpoints", "")(place), [],
+        "run/checkpoints is no directory; set another directory",
+    ),
     "run directory of a home": (
         nothing, ["logging.run_dir=~/runs"],
         "logging.run_dir=~/runs: ~ is not expanded here, and would become a directory of that name",

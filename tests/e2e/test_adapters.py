@@ -8,8 +8,10 @@ Minutes:
 """
 
 import json
+import re
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -112,6 +114,10 @@ def test_the_export_is_evaluated_as_the_run_was(whole, inputs, tmp_path):
 
 @pytest.mark.slow
 def test_a_checkpoint_converts_to_a_peft_directory(whole, inputs, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    from vapo_megatron.cli.sampling.directory import find_hf_directory
+
     checkpoint = whole[0] / "checkpoints/step_000004"
     words = [sys.executable, "-m", "vapo_megatron", "convert", "to-hf", "--hf", f"{inputs}/hf"]
     run([*words, "--megatron", f"{checkpoint}/actor", "--out", f"{tmp_path}/peft"])
@@ -119,6 +125,19 @@ def test_a_checkpoint_converts_to_a_peft_directory(whole, inputs, tmp_path):
     done = run([*words, "--megatron", f"{checkpoint}/critic", "--out", f"{tmp_path}/critic"], 2)
     assert "a critic's adapters" in done.stderr
     assert "Traceback" not in done.stderr and not (tmp_path / "critic").exists()
+    # As docs/lora.md merges it, it is a whole model: that of hf_export.
+    page = Path(__file__).resolve().parents[2].joinpath("docs/lora.md").read_text()
+    block = next(b for b in re.findall(r"```python\n(.*?)```", page, re.S) if "merge" in b)
+    places = {"DIR": tmp_path / "peft", "MERGED": tmp_path / "merged", "BASE": inputs / "hf"}
+    for word, place in places.items():
+        block = block.replace(f'"{word}"', repr(str(place)))
+    run([sys.executable, "-c", block])
+    exported, merged = (
+        AutoModelForCausalLM.from_pretrained(d, dtype=torch.float32).state_dict()
+        for d in (whole[0] / "hf_export", find_hf_directory(tmp_path / "merged"))
+    )
+    assert exported.keys() == merged.keys() and (tmp_path / "merged/tokenizer.json").is_file()
+    assert max((merged[name] - t).abs().max() for name, t in exported.items()) < 1e-6
 
 
 @pytest.mark.slow

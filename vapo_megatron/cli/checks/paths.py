@@ -69,8 +69,9 @@ def _require_directory(run_dir: str) -> None:
         pass
     except (OSError, ValueError) as error:  # Too long, unreadable, or with a null character.
         raise ConfigError(f"logging.run_dir={run_dir!r}: {error}; set another directory") from None
-    # A link that leads nowhere is there, too.
-    first = next(p for p in (path, *path.parents) if os.path.lexists(p))
-    if not first.is_dir() or not os.access(first, os.W_OK | os.X_OK):
-        wrong = "cannot be written to" if first.is_dir() else "is no directory"
-        raise ConfigError(f"logging.run_dir={run_dir}: {first} {wrong}; set another directory")
+    for place in (path, path / "checkpoints", path / "rollouts"):
+        # A link that leads nowhere is there, too.
+        first = next(p for p in (place, *place.parents) if os.path.lexists(p))
+        if not first.is_dir() or not os.access(first, os.W_OK | os.X_OK):
+            wrong = "cannot be written to" if first.is_dir() else "is no directory"
+            raise ConfigError(f"logging.run_dir={run_dir}: {first} {wrong}; set another directory")

@@ -67,8 +67,9 @@ def _export_of_run(run_dir: Path) -> Path:
         if step < now:
             raise CheckpointError(
                 f"--checkpoint={run_dir}: hf_export is of step {step}, but the latest checkpoint "
-                f"is of step {now}; export it with {_conversion(latest / 'actor', export)} "
-                f"--overwrite, or evaluate step {step} with --checkpoint {export}"
+                f"is of step {now}; export it with "
+                f"{_conversion(latest / 'actor', export, overwrite=True)}, or evaluate step {step} "
+                f"with --checkpoint {export}"
             )
     return export
 
@@ -97,18 +98,26 @@ def _sharded(checkpoint: Path) -> Path | None:
     return next((place for place in places if (place / ".metadata").is_file()), None)
 
 
-def _conversion(sharded: Path, out: Path | None = None) -> str:
+def _conversion(sharded: Path, out: Path | None = None, *, overwrite: bool = False) -> str:
     """Return the command that makes an HF directory of a megatron-core checkpoint.
+
+    Of a run's adapters it makes a PEFT directory, which is to be merged then, and says so.
 
     Args:
         sharded: RUN/checkpoints/step_*/actor, or another that has its own config.json.
         out: None: beside the run's checkpoints, or the directory's name with _hf.
+        overwrite: out exists.
     """
     command = ["vapo", "convert", "to-hf", "--megatron", str(sharded)]
     step = sharded.parent
     run_dir = sharded.absolute().parents[2]
     if is_run_directory(run_dir):
-        base = (read_config(run_dir / "config.yaml").get("model") or {}).get("hf_path", "BASE")
-        command += ["--hf", str(base)]
-        out = out or step.parent.parent / "exports" / step.name
-    return shlex.join([*command, "--out", str(out or f"{sharded}_hf")])
+        model = read_config(run_dir / "config.yaml").get("model") or {}
+        command += ["--hf", str(model.get("hf_path", "BASE"))]
+        beside = step.parent.parent / "exports" / step.name
+        if (model.get("lora") or {}).get("rank") is not None:
+            adapters = shlex.join([*command, "--out", f"{beside}_adapters"])
+            return f"{adapters}, merge that with peft (docs/lora.md, Files)"
+        out = out or beside
+    last = ["--out", str(out or f"{sharded}_hf"), *["--overwrite"] * overwrite]
+    return shlex.join([*command, *last])
