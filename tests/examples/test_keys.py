@@ -184,6 +184,13 @@ def test_a_base_model_first_reads_short_problems():
             assert response.count(",") == len(problem.kinds)
 
 
+def test_a_further_round_has_long_problems_from_the_start():
+    recipe = keys_base.Recipe(seed=2).further(1)
+    assert (recipe.seed, recipe.iterations) == (1002, recipe.more_iterations)
+    text = keys_base.training_text(random.Random(0), recipe, 0.0)
+    assert len(keys.read_problem(text[0]).kinds) == 20
+
+
 def by_enumeration(problem, opened, left, chances):
     """V by all outcomes of the locks that are left."""
     total = 0.0

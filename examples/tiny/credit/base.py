@@ -4,7 +4,8 @@ DIR becomes a Hugging Face directory: Qwen2 architecture, 150 thousand parameter
 responses that are right in everything but choose keys by chance. For the first 70 % of training
 they are short, with up to one filler token a step. A model that copies wrongly loses locks whatever
 its keys, and lost skill would pass for lost credit: one that copies label and lock right, and
-chooses one of the lock's keys, in less than .999 of its steps is trained on until it does.
+chooses one of the lock's keys, in less than .999 of its steps is trained on until it does, with
+long responses alone.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import dataclasses
 import random
 import sys
 from pathlib import Path
+from typing import Self
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -44,6 +46,14 @@ class Recipe(making.Architecture):
     """Factor of all logits after training: what is certain becomes more so, as much longer training
     would make it, and even chances stay even."""
     max_position_embeddings: int = 1024
+
+    def further(self, round: int) -> Self:
+        """Return a further round's recipe: without short problems, which lose the long ones.
+
+        With them, the model of keys_mixed and seed 2 has .9963 right, .972 after a round, and .9885
+        after ten; without, .9993 after one.
+        """
+        return dataclasses.replace(super().further(round), short_until=0.0)
 
 
 def training_text(rng: random.Random, recipe: Recipe, progress: float) -> tuple[str, str]:
