@@ -13,8 +13,12 @@ _TEXTS = ("1 + 1 = ", "2")
 """Two texts: what a tokenizer adds around both are its special tokens."""
 
 
-def check_nothing_behind(hf_path: str | Path, tokenizer: Any, name: str) -> None:
+def check_nothing_behind(hf_path: str | Path, tokenizer: Any, field: str) -> None:
     """Refuse a tokenizer that appends a token: the policy would answer behind the end of its text.
+
+    Args:
+        hf_path, tokenizer: directory, and what was loaded from it.
+        field: or option that gave the directory, for messages.
 
     Raises:
         ConfigError: names the tokens.
@@ -26,7 +30,7 @@ def check_nothing_behind(hf_path: str | Path, tokenizer: Any, name: str) -> None
         if behind:
             names = " ".join(tokenizer.convert_ids_to_tokens(behind))
             raise ConfigError(
-                f"{name}={hf_path}: its tokenizer appends {names!r} to every text, behind "
+                f"{field}={hf_path}: its tokenizer appends {names!r} to every text, behind "
                 "which no response belongs; remove it from post_processor in tokenizer.json, and "
                 "set add_eos_token to false in tokenizer_config.json"
             )

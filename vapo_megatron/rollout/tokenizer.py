@@ -19,7 +19,7 @@ VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 _NAME_EOS = ("generation_config.json", "config.json")
 
 
-def load_tokenizer(hf_path: str | Path, name: str = "model.hf_path") -> Any:
+def load_tokenizer(hf_path: str | Path, field: str = "model.hf_path") -> Any:
     """Load a tokenizer with transformers, running no code from the checkpoint.
 
     tokenizer.json is used as it is. transformers' AutoTokenizer would not: if config.json says
@@ -28,7 +28,7 @@ def load_tokenizer(hf_path: str | Path, name: str = "model.hf_path") -> Any:
 
     Args:
         hf_path: a directory, read without network, or the id of a model on the Hugging Face hub.
-        name: of the field or option that gave it, for messages.
+        field: or option that gave it, for messages.
 
     Raises:
         ConfigError: no such directory, no vocabulary in it (transformers would build an empty one),
@@ -39,10 +39,10 @@ def load_tokenizer(hf_path: str | Path, name: str = "model.hf_path") -> Any:
     directory = Path(hf_path)
     local = directory.is_dir()
     if not local and not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", str(hf_path)):
-        raise ConfigError(f"{name}={hf_path}: no such directory; give a Hugging Face directory")
+        raise ConfigError(f"{field}={hf_path}: no such directory; give a Hugging Face directory")
     if local and not any((directory / name).is_file() for name in VOCABULARY_FILES):
         raise ConfigError(
-            f"{name}={hf_path}: no tokenizer; the directory must hold one of "
+            f"{field}={hf_path}: no tokenizer; the directory must hold one of "
             f"{', '.join(VOCABULARY_FILES)}"
         )
     as_written = (directory / "tokenizer.json").is_file()
@@ -52,12 +52,12 @@ def load_tokenizer(hf_path: str | Path, name: str = "model.hf_path") -> Any:
         )
     except Exception as error:  # The tokenizers library raises bare Exception on a broken file.
         raise ConfigError(
-            f"{name}={hf_path}: its tokenizer does not load: "
+            f"{field}={hf_path}: its tokenizer does not load: "
             f"{' '.join(str(error).split())}; fetch its tokenizer's files again"
         ) from error
     if (directory / "tokenizer.model").is_file():
         _check_sentencepiece(tokenizer, directory / "tokenizer.model")
-    check_nothing_behind(hf_path, tokenizer, name)
+    check_nothing_behind(hf_path, tokenizer, field)
     return tokenizer
 
 
