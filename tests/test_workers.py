@@ -2,6 +2,7 @@
 
 import gc
 import time
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -58,7 +59,13 @@ def leave_groups(count):
     gc.freeze()
 
 
-def test_a_process_with_many_groups_of_earlier_tasks_is_replaced(pool):
-    for _ in range(3):
-        pool.run(2, leave_groups, module.MOST_GROUPS // 2 + 1)
-    assert max(pool.run(2, module.num_groups)) <= module.MOST_GROUPS // 2 + 2
+def waking_threads():
+    """Return how many threads of this process wake for gloo: one a device."""
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    assert "pt_gloo_runloop" in names
+    return names.count("gloo_tcp_loop")
+
+
+def test_all_groups_of_a_process_share_a_device(pool):
+    pool.run(2, leave_groups, 3)
+    assert pool.run(2, waking_threads) == [1, 1]

@@ -29,15 +29,12 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 import psutil
 
 IDLE_SECONDS, BUSY_SHARE = 60.0, 0.005
 LOOK_SECONDS = 0.5
-MOST_GROUPS = 40
-"""Process groups of earlier tasks that a process may keep: about two trainers'."""
 
 _start_method = "forkserver"
 _SHARED = "VAPO_TESTS_FORK_SERVER"
@@ -110,6 +107,25 @@ def keep_imported() -> None:
     gc.unfreeze = lambda: None
 
 
+def share_device() -> None:
+    """Let all process groups that this process will have share one device of gloo.
+
+    torch gives each group its own, whose thread wakes a hundred times a second: the 30 groups of a
+    trainer take 3 % of a core while nothing happens, those that a test leaves behind as well.
+    """
+    import torch.distributed as dist
+
+    gloo = dist.ProcessGroupGloo
+    device, create = gloo.create_default_device(), gloo.__init__
+
+    def on_the_device(group, store, rank, size, timeout=dist.default_pg_timeout):
+        options = gloo._Options()
+        options._devices, options._timeout = [device], timeout
+        create(group, store, rank, size, options)
+
+    gloo.__init__ = on_the_device
+
+
 def _serve(connection: Connection, first: Sequence[str]) -> None:
     for module in first:
         importlib.import_module(module)
@@ -118,6 +134,7 @@ def _serve(connection: Connection, first: Sequence[str]) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    share_device()
     keep_imported()
     while True:
         try:
@@ -155,17 +172,8 @@ def _reset() -> None:
         groups.destroy()
     if dist.is_initialized():
         dist.destroy_process_group()
-    # Models hold groups in reference cycles, and each group keeps about ten threads.
+    # Models hold groups in reference cycles, and each group keeps threads.
     gc.collect()
-
-
-def num_groups(process_id: int | str = "self") -> int:
-    """Return how many process groups of gloo a process has; each has a thread of this name."""
-    found = 0
-    for path in Path(f"/proc/{process_id}/task").glob("*/comm"):
-        with contextlib.suppress(OSError):  # The thread has ended.
-            found += path.read_text().strip() == "gloo_tcp_loop"
-    return found
 
 
 class _Hang:
@@ -217,11 +225,6 @@ class WorkerPool:
         timeout_seconds: limit of CPU time for each rank, which other work on the machine does not
             shorten. Ranks that take next to none for IDLE_SECONDS hang.
         """
-        # Some are never freed: those of mixtures of experts, and what an engine has frozen. gloo
-        # wakes a thread of each a hundred times a second: 350 of them took a fourth of two cores.
-        for worker in [w for w in self._workers if num_groups(w[0].pid) > MOST_GROUPS]:
-            self._workers.remove(worker)
-            _end(*worker, gently=True)
         while len(self._workers) < world_size:
             starting = context(self._start_method)
             ours, theirs = starting.Pipe()
