@@ -116,7 +116,11 @@ def share_device() -> None:
     import torch.distributed as dist
 
     gloo = dist.ProcessGroupGloo
-    device, create = gloo.create_default_device(), gloo.__init__
+    device = gloo.create_default_device()
+    # A process that is forked from one with a device needs its own; that one's thread is not in it,
+    # and a device that is freed waits for its thread.
+    _kept.append(gloo.__init__)
+    create = _kept[0]
 
     def on_the_device(group, store, rank, size, timeout=dist.default_pg_timeout):
         options = gloo._Options()
@@ -124,6 +128,10 @@ def share_device() -> None:
         create(group, store, rank, size, options)
 
     gloo.__init__ = on_the_device
+
+
+_kept: list[Callable] = []
+"""What share_device has replaced, torch's first."""
 
 
 def _serve(connection: Connection, first: Sequence[str]) -> None:
