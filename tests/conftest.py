@@ -60,6 +60,24 @@ def pytest_configure(config):
         share([TRAINER, ENGINE])
         forked = f"popen//python={shlex.quote(sys.executable)} -m tests.forked"
         config.option.tx = [forked for _ in config.option.tx]
+        if not sys.dont_write_bytecode:
+            rewrite_asserts(config)
+
+
+def rewrite_asserts(config):
+    """Put what pytest makes of the tests on disk, while the server that all share imports.
+
+    Each of xdist's processes would make it for itself, all at the same time: 10 to 20 s of a core each.
+    """
+    from _pytest.assertion import rewrite
+
+    state = config.stash[rewrite.assertstate_key]
+    for path in TESTS.rglob("test_*.py"):
+        made = rewrite.get_cache_dir(path) / f"{path.stem}{rewrite.PYC_TAIL}"
+        if rewrite._read_pyc(path, made) is None:
+            made.parent.mkdir(exist_ok=True)
+            source, code = rewrite._rewrite_test(path, config)
+            rewrite._write_pyc(state, code, source, made)
 
 
 def pytest_collection_modifyitems(items):

@@ -34,7 +34,7 @@ from typing import Any
 import psutil
 
 IDLE_SECONDS, BUSY_SHARE = 60.0, 0.005
-LOOK_SECONDS = 0.5
+LOOK_SECONDS = 2.0
 
 _start_method = "forkserver"
 _SHARED = "VAPO_TESTS_FORK_SERVER"

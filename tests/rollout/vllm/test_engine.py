@@ -10,6 +10,7 @@ Megatron as the source of the weights (tests/weights).
 
 import dataclasses
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tests.rollout.vllm import engine_jobs as jobs
 from tests.rollout.vllm.interface_jobs import without_names
 from tests.rollout.vllm.sleep_jobs import LONGER_THAN_A_BLOCK
 from tests.weights.tiny_hf import EOS, write_tiny_model
+from tests.workers import WorkerPool
 from vapo_megatron.planning.host_memory import VLLM_HOST_TOKEN_BYTES
 from vapo_megatron.rollout.vllm.interface import SUPPORTED
 
@@ -410,6 +412,10 @@ def test_other_families_are_transformers(vllm_workers, found_tp2, tmp_path, fami
     assert [r.token_ids for r in found[0]["first"]] != [r.token_ids for r in found[0]["second"]]
 
 
+HAS_AVX512 = "avx512f" in Path("/proc/cpuinfo").read_text().split()
+
+
+@pytest.mark.skipif(not HAS_AVX512, reason="vLLM has no such cache on this CPU")
 def test_keys_and_values_of_8_bits(vllm_workers, models, found_tp2, tmp_path):
     """Half of the bytes, after a sleep too; log-probabilities move, by what 3 bits round."""
     for found in vllm_workers.run(2, jobs.with_fp8_cache, tmp_path, models["first"]):
@@ -419,6 +425,16 @@ def test_keys_and_values_of_8_bits(vllm_workers, models, found_tp2, tmp_path):
         # The first token's, which both predict from the same prompt.
         moved = [abs(a.logprobs[0] - b.logprobs[0]) for a, b in pairs]
         assert 0 < max(moved) < 0.2
+
+
+@pytest.mark.skipif(HAS_AVX512, reason="vLLM has such a cache on this CPU")
+def test_keys_and_values_of_8_bits_need_avx_512(models, found_tp2, tmp_path):
+    """A process whose engine did not start keeps vLLM's groups: these are for this test alone."""
+    pool = WorkerPool()
+    overrides = "model.dtype=bfloat16", "rollout.kv_cache_dtype=fp8"
+    for error in pool.run(2, jobs.refused, tmp_path, models["first"], *overrides):
+        assert error.startswith("ConfigError: ") and "FP8 KV cache on CPU requires" in error
+    pool.close()
 
 
 def test_what_vllm_refuses_is_a_config_error(vllm_workers, models, found_tp2, tmp_path):

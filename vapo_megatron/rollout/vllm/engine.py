@@ -338,7 +338,8 @@ def _build(hf_path: str, arguments: dict[str, Any], *, returns_routes: bool) -> 
         warnings.simplefilter("ignore")
         try:
             llm = LLM(**arguments)
-        except ValueError as error:
+        # Not implemented: such as FP8 keys and values on a CPU without AVX-512.
+        except (ValueError, NotImplementedError) as error:
             raise ConfigError(
                 f"vLLM cannot serve model.hf_path={hf_path} with these rollout settings: "
                 f"{' '.join(str(error).split())}"
