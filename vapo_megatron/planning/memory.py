@@ -198,8 +198,10 @@ def phase_memory(
         resident["base"] = all_base_bytes(shape, config, pp_rank=pp_rank)
         found = {name: dataclasses.replace(p, **resident) for name, p in found.items()}
 
-    copies = sum(fp8_weight_bytes(shapes[role], config) for role in roles)
-    found = {n: dataclasses.replace(p, parameters=p.parameters + copies) for n, p in found.items()}
+    if copies := sum(fp8_weight_bytes(shapes[role], config) for role in roles):
+        found = {
+            n: dataclasses.replace(p, parameters=p.parameters + copies) for n, p in found.items()
+        }
     if config.samples and config.rollout.is_disaggregated:
         found[GENERATION] = dataclasses.replace(sampling, sync_buckets=buckets)
     kept = dummy_gradient_bytes(shape, config)

@@ -29,6 +29,7 @@ import math
 from typing import NamedTuple
 
 from vapo_megatron.config import VapoConfig
+from vapo_megatron.config.parallel import ParallelConfig
 from vapo_megatron.config.phases import Role
 from vapo_megatron.errors import ConfigError
 from vapo_megatron.models.hf_config import ModelShape, padded_vocab_size
@@ -36,11 +37,13 @@ from vapo_megatron.models.known import shape_of
 from vapo_megatron.models.layout_rules import check_layout
 from vapo_megatron.planning import matrices
 from vapo_megatron.planning.parameters import (
+    Part,
     adapters_of,
-    chunk_rows,
+    chunks_of,
     num_base_parameters,
     num_parameters,
     own_rows,
+    part_of,
     trained_rows,
 )
 from vapo_megatron.weights.frozen import frozen
@@ -162,15 +165,24 @@ class Layout:
 
 def state_bytes(shape: ModelShape, config: VapoConfig, role: Role, *, pp_rank: int) -> StateBytes:
     """Bytes of one role's parameters, gradient buffers and optimizer state on one GPU."""
-    parallel = config.parallel
-    size = DTYPE_BYTES[config.model.dtype]
     if (kind := matrices.kind_of(config, role)) is not None:
         return _with_matrices(shape, config, role, kind, pp_rank)
-    parameters = gradients = optimizer = 0
     every, trained = (
-        chunk_rows(shape, config, role, pp_rank=pp_rank, trained=only) for only in (False, True)
+        part_of(shape, config, role, pp_rank=pp_rank, trained=only) for only in (False, True)
     )
-    for index, (all_rows, learning) in enumerate(zip(every, trained, strict=True)):
+    size = DTYPE_BYTES[config.model.dtype]
+    return _with_adam(every, trained, config.parallel, size, optimizer_bytes(config))
+
+
+# Plans differ in vLLM's sizes, which change nothing here.
+@functools.lru_cache(maxsize=4096)
+def _with_adam(
+    every: Part, trained: Part, parallel: ParallelConfig, size: int, optimizer_size: int
+) -> StateBytes:
+    """Return the same for AdamW. size, optimizer_size: bytes of a parameter and of its states."""
+    parameters = gradients = optimizer = 0
+    chunks = zip(chunks_of(every), chunks_of(trained), strict=True)
+    for index, (all_rows, learning) in enumerate(chunks):
         frozen_ = sum(n for _, n in all_rows) - sum(n for _, n in learning)
         parameters += frozen_ * size
         # Experts have a buffer of their own: other ranks hold the same ones.
@@ -181,13 +193,13 @@ def state_bytes(shape: ModelShape, config: VapoConfig, role: Role, *, pp_rank: i
             sizes = [n for row, n in learning if (row.expert is not None) == is_expert]
             held = owned = sum(sizes)
             if parallel.use_distributed_optimizer:
-                bucketed = parallel.overlap_grad_reduce and pp_rank == 0 and index == 0
+                bucketed = parallel.overlap_grad_reduce and every.pp_rank == 0 and index == 0
                 limit = max(40_000_000, 1_000_000 * parallel.replica_size)
                 held = padded_elements(sizes, copies, limit if bucketed else math.inf)
                 owned = held // copies
             parameters += held * size
             gradients += held * 4
-            optimizer += owned * optimizer_bytes(config)
+            optimizer += owned * optimizer_size
     return StateBytes(parameters, gradients, optimizer)
 
 

@@ -74,6 +74,32 @@ def rows_of(shape: ModelShape, adapters: Adapters) -> tuple[Row, ...]:
     return adapter_rows(shape, LoraConfig.model_validate(adapters._asdict()))
 
 
+class Part(NamedTuple):
+    """What decides which of a role's own parameters one GPU holds."""
+
+    shape: ModelShape
+    role: Role
+    place: TrainerLayout
+    pp_rank: int
+    left_out: Frozen | None
+    """None: all of them."""
+    adapters: Adapters | None
+
+
+def part_of(
+    shape: ModelShape, config: VapoConfig, role: Role, *, pp_rank: int, trained: bool = False
+) -> Part:
+    """Return a key of what chunk_rows depends on; arguments as there."""
+    place = layout_of(shape, config.parallel, config.model.make_vocab_size_divisible_by)
+    adapters = adapters_of(shape, config, role)
+    left_out: Frozen | None = _NOTHING
+    if trained and role not in config.algorithm.trained_roles:
+        left_out = None
+    elif trained and adapters is None:
+        left_out = frozen(config.algorithm, config.model, role)
+    return Part(shape, role, place, pp_rank, left_out, adapters)
+
+
 def chunk_rows(
     shape: ModelShape, config: VapoConfig, role: Role, *, pp_rank: int, trained: bool = False
 ) -> Chunks:
@@ -86,15 +112,8 @@ def chunk_rows(
         pp_rank: pipeline stage.
         trained: leave out frozen parameters.
     """
-    place = layout_of(shape, config.parallel, config.model.make_vocab_size_divisible_by)
-    if trained and role not in config.algorithm.trained_roles:
-        return [[] for _ in place.layers[pp_rank]]
-    adapters = adapters_of(shape, config, role)
-    left_out = _NOTHING
-    if trained and adapters is None:
-        left_out = frozen(config.algorithm, config.model, role)
-    found = _chunks(shape, role, place, pp_rank, left_out, adapters)
-    return [list(chunk) for chunk in found]
+    part = part_of(shape, config, role, pp_rank=pp_rank, trained=trained)
+    return [list(chunk) for chunk in chunks_of(part)]
 
 
 def chunk_parameters(
@@ -131,21 +150,18 @@ def num_base_parameters(shape: ModelShape, config: VapoConfig, role: Role, *, pp
     place = layout_of(shape, config.parallel, config.model.make_vocab_size_divisible_by)
     return sum(
         size
-        for chunk in _chunks(shape, of, place, pp_rank, _NOTHING, None)
+        for chunk in chunks_of(Part(shape, of, place, pp_rank, _NOTHING, None))
         for row, size in chunk
         if of not in VALUE_ROLES or row.megatron != OUTPUT_LAYER
     )
 
 
 @functools.lru_cache(maxsize=4096)
-def _chunks(
-    shape: ModelShape,
-    role: Role,
-    place: TrainerLayout,
-    pp_rank: int,
-    left_out: Frozen,
-    adapters: Adapters | None,
-) -> Chunks:
+def chunks_of(part: Part) -> Chunks:
+    """Return what chunk_rows does; not to be changed."""
+    shape, role, place, pp_rank, left_out, adapters = part
+    if left_out is None:
+        return [[] for _ in place.layers[pp_rank]]
     table = sorted(_own_rows(shape, role, adapters), key=_module_order)
     sizes = [
         (row, shard_elements(row, shape, num_shards(row, place.tp_size), place.vocab_rows))
