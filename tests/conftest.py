@@ -67,7 +67,7 @@ def pytest_configure(config):
 def rewrite_asserts(config):
     """Put what pytest makes of the tests on disk, while the server that all share imports.
 
-    Each of xdist's processes would make it for itself, all at the same time: 10 to 20 s of a core each.
+    Each of xdist's processes would make it for itself, all at one time: 10 to 20 s of a core each.
     """
     from _pytest.assertion import rewrite
 
