@@ -79,19 +79,6 @@ def test_labels_of_a_pairwise_judge():
     assert 0.35 < counts[True] / 500 < 0.55
 
 
-@pytest.mark.parametrize("pairwise", [False, True])
-def test_a_judge_of_pairs_begins_with_digits_at_right_angles(tmp_path, monkeypatch, pairwise):
-    monkeypatch.setattr(making, "train", lambda *_: None)
-    assert make_judge.make(tmp_path / "judge", dataclasses.replace(SHORT, pairwise=pairwise))
-    weight = load_file(tmp_path / "judge/model.safetensors")["model.embed_tokens.weight"]
-    ids = AutoTokenizer.from_pretrained(str(tmp_path / "judge")).convert_tokens_to_ids
-    directions = torch.nn.functional.normalize(weight[ids(DIGITS)], dim=1)
-    alike = (directions @ directions.T).triu(1).abs().max()
-    assert alike < 1e-5 if pairwise else alike > 0.1
-    parts = weight[ids(["Answer:", "7"])].sum(0) * 0.5**0.5
-    assert weight[ids("Answer:7")].equal(parts)
-
-
 def test_a_question_is_as_short_as_its_response(tmp_path):
     tokenizer = make_judge.save_tokenizer(tmp_path, 512)
     end = "b*2=8nopqrstuvwx,"
@@ -201,6 +188,15 @@ def test_the_first_responses_are_direct_answers():
         drawn = [make_judge.training_questions(rng, recipe, progress)[0] for _ in range(100)]
         chains.append(sum("nopqrstuvwx" in text for text, _ in drawn))
     assert chains[0] == 0 < chains[1]
+
+
+def test_a_text_with_a_digit_begins_as_the_sum_of_its_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(making, "train", lambda *_: None)
+    assert make_judge.make(tmp_path / "judge", SHORT)
+    weight = load_file(tmp_path / "judge/model.safetensors")["model.embed_tokens.weight"]
+    ids = AutoTokenizer.from_pretrained(str(tmp_path / "judge")).convert_tokens_to_ids
+    parts = weight[ids(["Answer:", "7"])].sum(0) * 0.5**0.5
+    assert weight[ids("Answer:7")].equal(parts)
 
 
 def test_a_batch_has_items_of_similar_lengths():

@@ -8,6 +8,7 @@ poisoned_sleep.py), CUDA graphs, bfloat16, the Triton sampler, more than two ran
 Megatron as the source of the weights (tests/weights).
 """
 
+import contextlib
 import dataclasses
 import math
 from pathlib import Path
@@ -430,11 +431,11 @@ def test_keys_and_values_of_8_bits(vllm_workers, models, found_tp2, tmp_path):
 @pytest.mark.skipif(HAS_AVX512, reason="vLLM has such a cache on this CPU")
 def test_keys_and_values_of_8_bits_need_avx_512(models, found_tp2, tmp_path):
     """A process whose engine did not start keeps vLLM's groups: these are for this test alone."""
-    pool = WorkerPool()
     overrides = "model.dtype=bfloat16", "rollout.kv_cache_dtype=fp8"
-    for error in pool.run(2, jobs.refused, tmp_path, models["first"], *overrides):
+    with contextlib.closing(WorkerPool()) as pool:
+        errors = pool.run(2, jobs.refused, tmp_path, models["first"], *overrides)
+    for error in errors:
         assert error.startswith("ConfigError: ") and "FP8 KV cache on CPU requires" in error
-    pool.close()
 
 
 def test_what_vllm_refuses_is_a_config_error(vllm_workers, models, found_tp2, tmp_path):
