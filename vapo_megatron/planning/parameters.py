@@ -89,7 +89,15 @@ class Part(NamedTuple):
 def part_of(
     shape: ModelShape, config: VapoConfig, role: Role, *, pp_rank: int, trained: bool = False
 ) -> Part:
-    """Return a key of what chunk_rows depends on; arguments as there."""
+    """Return what chunks_of needs.
+
+    Args:
+        shape: the model.
+        config: model, parallel and algorithm are used.
+        role: a critic or a reward model has H weights in place of the output projection.
+        pp_rank: pipeline stage.
+        trained: leave out frozen parameters.
+    """
     place = layout_of(shape, config.parallel, config.model.make_vocab_size_divisible_by)
     adapters = adapters_of(shape, config, role)
     left_out: Frozen | None = _NOTHING
@@ -100,27 +108,11 @@ def part_of(
     return Part(shape, role, place, pp_rank, left_out, adapters)
 
 
-def chunk_rows(
-    shape: ModelShape, config: VapoConfig, role: Role, *, pp_rank: int, trained: bool = False
-) -> Chunks:
-    """Return what one GPU holds of a role's own parameters, one list per chunk, in its order.
-
-    Args:
-        shape: the model.
-        config: model, parallel and algorithm are used.
-        role: a critic or a reward model has H weights in place of the output projection.
-        pp_rank: pipeline stage.
-        trained: leave out frozen parameters.
-    """
-    part = part_of(shape, config, role, pp_rank=pp_rank, trained=trained)
-    return [list(chunk) for chunk in chunks_of(part)]
-
-
 def chunk_parameters(
     shape: ModelShape, config: VapoConfig, role: Role, *, pp_rank: int, trained: bool = False
 ) -> list[list[int]]:
-    """Return the sizes of chunk_rows, in elements; arguments as there."""
-    found = chunk_rows(shape, config, role, pp_rank=pp_rank, trained=trained)
+    """Return the sizes of chunks_of, in elements; arguments as in part_of."""
+    found = chunks_of(part_of(shape, config, role, pp_rank=pp_rank, trained=trained))
     return [[size for _, size in chunk] for chunk in found]
 
 
@@ -128,14 +120,14 @@ def trained_rows(
     shape: ModelShape, config: VapoConfig, role: Role, pp_rank: int
 ) -> list[tuple[Row, int]]:
     """Return the rows and sizes of what one GPU trains, of all its chunks."""
-    chunks = chunk_rows(shape, config, role, pp_rank=pp_rank, trained=True)
+    chunks = chunks_of(part_of(shape, config, role, pp_rank=pp_rank, trained=True))
     return [one for chunk in chunks for one in chunk]
 
 
 def num_parameters(
     shape: ModelShape, config: VapoConfig, role: Role, *, pp_rank: int, trained: bool
 ) -> int:
-    """Count a role's own parameters on one GPU; arguments as in chunk_rows."""
+    """Count a role's own parameters on one GPU; arguments as in part_of."""
     return sum(map(sum, chunk_parameters(shape, config, role, pp_rank=pp_rank, trained=trained)))
 
 
@@ -158,7 +150,7 @@ def num_base_parameters(shape: ModelShape, config: VapoConfig, role: Role, *, pp
 
 @functools.lru_cache(maxsize=4096)
 def chunks_of(part: Part) -> Chunks:
-    """Return what chunk_rows does; not to be changed."""
+    """Return what one GPU holds, one list per chunk, in its order; cached, so not to be changed."""
     shape, role, place, pp_rank, left_out, adapters = part
     if left_out is None:
         return [[] for _ in place.layers[pp_rank]]
