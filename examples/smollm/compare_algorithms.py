@@ -2,14 +2,17 @@
 
 Reads the finished runs RUNS/seed_N/ALGORITHM of examples/run_vapo_smollm.sh (RUNS: runs/smollm).
 Prints tables of held-out accuracy, and of what the critic knows of each task, and writes them to
-RUNS/algorithms.md; RUNS/algorithms.svg has the curves.
+RUNS/algorithms.md; RUNS/algorithms.svg has the curves. Runs in other directories beside these are
+variants of VAPO, compared in a table of their own: give the script the setting that is changed and
+logging.run_dir=runs/smollm/seed_N/VARIANT.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import before_after
@@ -33,19 +36,14 @@ Runs = Mapping[str, Mapping[int, Run]]
 """By algorithm and seed."""
 
 
-def finished(root: Path) -> Runs:
-    """Read the runs that have their last evaluation."""
+def finished(root: Path, names: Iterable[str] = TITLES) -> Runs:
+    """Read the runs that have their last evaluation; names: of their directories."""
     found: dict[str, dict[int, Run]] = {}
-    for name in TITLES:
+    for name in names:
         for path in sorted(root.glob(f"seed_*/{name}")):
             run = read_run(path)
             if run.rows and run.rows[-1]["step"] and accuracy_name(run.rows[-1]):
                 found.setdefault(name, {})[int(path.parent.name.removeprefix("seed_"))] = run
-    if not found:
-        raise DataError(
-            f"{root} has no finished run seed_N/ALGORITHM; "
-            "bash examples/run_vapo_smollm.sh --algorithm NAME --seed N makes one"
-        )
     return found
 
 
@@ -111,6 +109,36 @@ def critic_table(runs: Runs) -> str:
     return tables.markdown(["", "task", *(f"step {step:g}" for step in steps)], rows)
 
 
+def variants_table(runs: Runs, variants: Runs) -> str:
+    """Return VAPO and its variants, a row for each; empty without either."""
+    if "vapo" not in runs or not variants:
+        return ""
+    arms = {"vapo": runs["vapo"], **variants}
+    columns = {
+        "training responses, second half": tables.compared(second_half("reward/correct_fraction")),
+        "held out, tasks trained on": tables.compared(held_out),
+        "explained variance": tables.mean(second_half("critic/explained_variance"), "+.2f"),
+        "mean error of the values": tables.mean(second_half("critic/value_error_mean"), "+.2f"),
+    }
+    return tables.of_arms("", {name: TITLES.get(name, name) for name in arms}, columns, arms)
+
+
+def second_half(metric: str) -> tables.Measure:
+    """Return what reads a metric's mean over the second half of a run's steps."""
+
+    def read(run: Run) -> float | None:
+        values = [v for step, v in points(metric)(run) if step > run.rows[-1]["step"] / 2]
+        return statistics.fmean(values) if values else None
+
+    return read
+
+
+def held_out(run: Run) -> float:
+    """Return the accuracy of the last evaluation, mean over the tasks that are trained on."""
+    trained, after = run.section("data")["sources"], before_after.evaluated(run).after
+    return statistics.fmean(before_after.accuracy(after[task]).value for task in trained)
+
+
 def picture(runs: Runs) -> str:
     """Return an SVG of the accuracy of training responses, all and by task, and of the critic."""
     some = next(iter(next(iter(runs.values())).values()))
@@ -141,6 +169,14 @@ def main() -> int:
     root = parser.parse_args().runs
     try:
         runs = finished(root)
+        if not runs:
+            raise DataError(
+                f"{root} has no finished run seed_N/ALGORITHM; "
+                "bash examples/run_vapo_smollm.sh --algorithm NAME --seed N makes one"
+            )
+        paths = root.glob("seed_*/*/metrics.jsonl")
+        others = sorted({path.parent.name for path in paths} - TITLES.keys())
+        variants = variants_table(runs, finished(root, others))
         seeds = ", ".join(f"{TITLES[name]} {len(of_seeds)}" for name, of_seeds in runs.items())
         text = (
             f"Held-out accuracy (seeds: {seeds}), mean +- deviation over seeds, and in how many\n"
@@ -148,6 +184,8 @@ def main() -> int:
             f"{accuracy_table(runs)}\nVAPO's critic, before each step's update:\n\n"
             f"{critic_table(runs)}"
         )
+        if variants:
+            text += f"\nVAPO with one setting changed, means over its second half:\n\n{variants}"
         replace_file(root / "algorithms.md", text)
         replace_file(root / "algorithms.svg", picture(runs))
     except UserError as error:

@@ -33,6 +33,7 @@ def test_what_is_written_passes_a_dry_run(place, capsys):
     # 73 tokens are the longest prompt; responses get the rest of the positions, or 512.
     assert config.rollout.max_prompt_tokens == 128 and config.data.prompt_column == "problem"
     assert config.rollout.max_response_tokens <= 512 and config.logging.run_dir == "runs/run"
+    assert config.parallel.max_tokens_per_microbatch == 2048
     assert main(["train", "--config", "run.yaml", "--dry-run"]) == 0
     assert "mine.jsonl, 4 rows: judged by math (4)" in capsys.readouterr().out
     text = (place / "run.yaml").read_text()

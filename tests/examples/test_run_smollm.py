@@ -237,6 +237,39 @@ def test_the_algorithms_are_compared_within_a_seed(
     assert "VAPO" in drawn and "DAPO" in drawn and "explained variance, sums" in drawn
 
 
+def test_variants_of_vapo_are_compared_with_it(
+    compare_algorithms, run_dir, tmp_path, monkeypatch, capsys
+):
+    """Means over the second half of the steps; held out over the task that is trained on alone."""
+    for name, correct in (("vapo", (0.0, 0.5, 0.75)), ("lambda_1", (1.0, 0.25, 0.5))):
+        own = tmp_path / "seed_3" / name
+        own.mkdir(parents=True)
+        for file in ("config.yaml", "held_out.jsonl"):
+            shutil.copy(run_dir / file, own / file)
+        rows = [
+            {"step": step, "reward/correct_fraction": right, "critic/explained_variance": right}
+            for step, right in zip((2, 3, 4), correct)
+        ]
+        held_out = {
+            f"evaluation/{of}avg@4": 0.5 for of in ("", "by_source/sums/", "by_source/counts/")
+        }
+        ends = [{"step": step} | held_out for step in (0, 5)]
+        write_lines(own / "metrics.jsonl", [ends[0], *rows, ends[1]])
+    (tmp_path / "seed_3" / "unfinished").mkdir()
+    monkeypatch.setattr(sys, "argv", ["compare_algorithms", str(tmp_path)])
+    assert compare_algorithms.main() == 0
+    lines = capsys.readouterr().out.split("one setting changed")[1].splitlines()
+    rows = [[cell.strip() for cell in line.split("|")][1:-1] for line in lines if "|" in line][2:]
+    before_after = sys.modules["before_after"]
+    after = before_after.evaluated(read_run(tmp_path / "seed_3/vapo")).after["sums"]
+    right = f"{sum(after) / len(after):.3f}"
+    assert rows == [
+        ["VAPO", "0.625", right, "+0.62", "-"],
+        ["lambda_1", "0.375 (-0.250, below in 1 of 1)", f"{right} (+0.000, below in 0 of 1)",
+         "+0.38", "-"],
+    ]  # fmt: skip
+
+
 def test_no_comparison_without_a_finished_run(compare_algorithms, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["compare_algorithms", str(tmp_path)])
     assert compare_algorithms.main() == 2

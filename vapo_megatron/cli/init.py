@@ -91,10 +91,12 @@ class _Sizes(NamedTuple):
     policy_steps: int
     response_tokens: int
     """At most."""
+    microbatch_tokens: int
+    """At most, but at least a sequence's: memory holds the logits of all of them."""
 
 
-_ON_CPU = _Sizes(32, 8, 16, 2, 20, 512)
-_ON_GPU = _Sizes(512, 16, 64, 10, 100, 4096)
+_ON_CPU = _Sizes(32, 8, 16, 2, 20, 512, 2048)
+_ON_GPU = _Sizes(512, 16, 64, 10, 100, 4096, 8192)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -142,7 +144,7 @@ def configuration(model: Path, data: Path | None, gpus: int | None, out: Path) -
     }  # fmt: skip
     parallel: dict[str, Any] = {
         "world_size": 1,
-        "max_tokens_per_microbatch": max(8192, longest + response),
+        "max_tokens_per_microbatch": max(sizes.microbatch_tokens, longest + response),
     }
     if bytes_of_gpu:
         base = {"rollout": rollout, "algorithm": algorithm,
