@@ -70,6 +70,35 @@ def tasks_of(run: Run) -> list[str]:
     )
 
 
+def sampled(run: Run) -> list[tuple[int, float]]:
+    """Return (responses sampled so far, share of the step's that were correct), step by step.
+
+    Of dynamic sampling all responses count, also those of groups that were dropped.
+    """
+    algorithm, total, found = run.section("algorithm"), 0, []
+    for row in run.rows:
+        if (correct := row.get("reward/correct_fraction")) is not None:
+            groups = row.get("rollout/groups_sampled")
+            total += groups * algorithm["group_size"] if groups else algorithm["responses_per_step"]
+            found.append((total, row.get("rollout/sampled_correct_fraction", correct)))
+    return found
+
+
+def algorithms_table(runs: Runs) -> str:
+    """Return what each algorithm has sampled and reached, at equal numbers of responses too."""
+    end = min(sampled(run)[-1][0] for of in runs.values() for run in of.values())
+
+    def of_equal(run: Run) -> float:
+        return statistics.fmean(right for total, right in sampled(run) if end / 2 < total <= end)
+
+    columns = {
+        "sampled responses": tables.mean(lambda run: sampled(run)[-1][0], ".0f"),
+        f"correct of the {end // 2:g}th to {end:g}th": tables.compared(of_equal),
+        "held out at last, tasks trained on": tables.compared(held_out),
+    }
+    return tables.of_finished("", TITLES, columns, runs)
+
+
 def accuracy_table(runs: Runs) -> str:
     """Return held-out accuracy: a row for each task, columns for each algorithm."""
     some = next(iter(next(iter(runs.values())).values()))
@@ -181,8 +210,8 @@ def main() -> int:
         text = (
             f"Held-out accuracy (seeds: {seeds}), mean +- deviation over seeds, and in how many\n"
             "of them the 95 % intervals before and after have no value in common:\n\n"
-            f"{accuracy_table(runs)}\nVAPO's critic, before each step's update:\n\n"
-            f"{critic_table(runs)}"
+            f"{accuracy_table(runs)}\n{algorithms_table(runs)}\n"
+            f"VAPO's critic, before each step's update:\n\n{critic_table(runs)}"
         )
         if variants:
             text += f"\nVAPO with one setting changed, means over its second half:\n\n{variants}"

@@ -33,6 +33,8 @@ HERE = Path(__file__).parent
 CONFIG = HERE.parent / "configs/smollm.yaml"
 ONE_PROCESS = (
     "parallel.world_size=1", "parallel.pipeline_model_parallel_size=1",
+    # TRL's microbatches are of 24 responses, about 4,000 tokens.
+    "parallel.max_tokens_per_microbatch=2048",
     "evaluation.every_steps=0", "checkpoint.every_steps=0", "logging.rollout_groups=0",
 )  # fmt: skip
 PARTS = ("generation", "scoring", "update")

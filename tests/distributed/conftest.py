@@ -36,10 +36,11 @@ class References:
     def get(self, role: str, variant: str = "") -> tuple[str, str, problem.Problem]:
         """(HF directory, file of the expected gradients, problem) of a model.
 
-        Variants: "tied" embeddings; "mha", as many key-value heads as heads; "bfloat16" weights;
-        "other observations"; "experts", "some experts", in whose second layer there are none and
-        whose chosen weights do not add up to 1; "adapters" on all matrices, "some adapters" on
-        the queries, values and ups, "attention's adapters" in a mixture of experts.
+        Two layers. Variants: "tied" embeddings; "mha", as many key-value heads as heads; "other
+        observations". Four layers: "deep"; "bfloat16" weights; "experts", "some experts", in whose
+        second layer there are none and whose chosen weights do not add up to 1; "adapters" on all
+        matrices, "some adapters" on the queries, values and ups, "attention's adapters" in a
+        mixture of experts.
         """
         key = f"{role}-{variant}"
         if key not in self._made:
@@ -47,7 +48,8 @@ class References:
         return self._made[key]
 
     def _make(self, role, variant, directory):
-        sizes = dict(hidden=64, heads=4, kv_heads=2, ffn=96, vocab=problem.VOCAB, num_layers=4)
+        sizes = dict(hidden=64, heads=4, kv_heads=2, ffn=96, vocab=problem.VOCAB)
+        sizes["num_layers"] = 2 if variant in ("", "tied", "mha", "other observations") else 4
         if variant == "mha":
             sizes["kv_heads"] = 4
         if variant.endswith("experts") or variant == "attention's adapters":

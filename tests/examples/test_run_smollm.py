@@ -237,6 +237,32 @@ def test_the_algorithms_are_compared_within_a_seed(
     assert "VAPO" in drawn and "DAPO" in drawn and "explained variance, sums" in drawn
 
 
+def test_algorithms_are_compared_at_equal_sampled_responses(compare_algorithms, run_dir, tmp_path):
+    """Dynamic sampling has twice as many in a step: its second step is the other's fourth."""
+    algorithm = read_run(run_dir).section("algorithm")
+    per_step, per_group = algorithm["responses_per_step"], algorithm["group_size"]
+    steps = {
+        "grpo": [{"reward/correct_fraction": right} for right in (0.0, 0.0, 0.25, 0.75)],
+        "dapo": [
+            {"reward/correct_fraction": 1.0, "rollout/sampled_correct_fraction": right,
+             "rollout/groups_sampled": 2 * per_step // per_group}
+            for right in (0.0, 0.375, 1.0, 1.0)
+        ],
+    }  # fmt: skip
+    for name, rows in steps.items():
+        own = tmp_path / "seed_0" / name
+        own.mkdir(parents=True)
+        for file in ("config.yaml", "held_out.jsonl"):
+            shutil.copy(run_dir / file, own / file)
+        ends = [{"step": step, "evaluation/avg@4": 0.5} for step in (0, 5)]
+        rows = [{"step": step, **row} for step, row in enumerate(rows, 1)]
+        write_lines(own / "metrics.jsonl", [ends[0], *rows, ends[1]])
+    text = compare_algorithms.algorithms_table(compare_algorithms.finished(tmp_path))
+    cells = [[cell.strip() for cell in line.split("|")][1:4] for line in text.splitlines()]
+    assert cells[0][2] == f"correct of the {2 * per_step}th to {4 * per_step}th"
+    assert cells[2:] == [["DAPO", f"{8 * per_step}", "0.375"], ["GRPO", f"{4 * per_step}", "0.500"]]
+
+
 def test_variants_of_vapo_are_compared_with_it(
     compare_algorithms, run_dir, tmp_path, monkeypatch, capsys
 ):
