@@ -190,6 +190,22 @@ def test_the_first_responses_are_direct_answers():
     assert chains[0] == 0 < chains[1]
 
 
+def test_a_pairwise_judge_learns_equality_from_plain_responses():
+    """Until a share of its iterations each ends with its one answer; none of a further round do."""
+    recipe, rng = make_judge.pairwise_recipe(0), random.Random(0)
+
+    def plain(recipe, progress):
+        found = 0
+        for _ in range(100):
+            (first, _), _ = make_judge.training_questions(rng, recipe, progress)
+            response = first.split("Answer A: ")[1].split("\n\n")[0]
+            found += bool(re.fullmatch(r"[^A-Z]*Answer:\d", response))
+        return found
+
+    assert plain(recipe, recipe.plain_until - 0.01) == 100
+    assert plain(recipe, recipe.plain_until) < 95 and plain(recipe.further(1), 0.0) < 95
+
+
 def test_a_text_with_a_digit_begins_as_the_sum_of_its_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(making, "train", lambda *_: None)
     assert make_judge.make(tmp_path / "judge", SHORT)
