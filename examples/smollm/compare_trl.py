@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
+import yaml
 
 from vapo_megatron.config import load_config
 from vapo_megatron.data.storage import replace_file
@@ -35,7 +36,7 @@ ONE_PROCESS = (
     "parallel.world_size=1", "parallel.pipeline_model_parallel_size=1",
     # TRL's microbatches are of 24 responses, about 4,000 tokens.
     "parallel.max_tokens_per_microbatch=2048",
-    "evaluation.every_steps=0", "checkpoint.every_steps=0", "logging.rollout_groups=0",
+    "checkpoint.every_steps=0", "logging.rollout_groups=0",
 )  # fmt: skip
 PARTS = ("generation", "scoring", "update")
 LOOK_SECONDS = 1.0
@@ -120,16 +121,22 @@ def _measured(side: Side, out: Path, seed: int, options: argparse.Namespace) -> 
 def _ours(
     side: Side, out: Path, seed: int, data: Sequence[Path], options: argparse.Namespace
 ) -> tuple[list[dict[str, float]], int]:
+    # Both sides are evaluated after their end, by the same command.
+    tree = yaml.safe_load(CONFIG.read_text())
+    del tree["evaluation"]
+    config = out.with_suffix(".yaml")
+    config.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(config, yaml.safe_dump(tree))
     command = [
         sys.executable, "-m", "vapo_megatron", "train",
-        "--config", str(CONFIG), "--config", side.recipe,
+        "--config", str(config), "--config", side.recipe,
         f"seed={seed}", f"logging.run_dir={out}", f"model.hf_path={options.model}",
         f"algorithm.policy_steps={options.steps}", "checkpoint.hf_export=true",
         *[f"data.sources.{path.stem}.path={path}" for path in data], *ONE_PROCESS, *side.settings,
     ]  # fmt: skip
     peak = _watched(command, out)
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [_our_step(row) for row in rows if "time/step_seconds" in row], peak
+    return [_our_step(row) for row in rows if "time/generation_seconds" in row], peak
 
 
 def _our_step(row: Mapping[str, float]) -> dict[str, float]:
