@@ -103,10 +103,12 @@ def pairwise_recipe(seed: int) -> Recipe:
     """Return the pairwise judge's recipe, which takes longer: a label's meaning is the order's.
 
     With odd responses from the start, which of the two is odd is learned first, and equality then
-    for one order alone or for none: seed 2 had .71 of the questions right and stayed there. So, of
-    seeds 0 to 4 all but 4 are right, which has .88, after more rounds, too.
+    for one order alone or for none: seed 2 had .71 of the questions right and stayed there. Two
+    layers may not find equality at a chain's distance: seed 4 had .88, also after more rounds.
     """
-    return Recipe(seed=seed, pairwise=True, iterations=1200, batch_size=96, plain_until=0.45)
+    return Recipe(
+        seed=seed, pairwise=True, num_layers=3, iterations=1200, batch_size=96, plain_until=0.45
+    )
 
 
 Question = tuple[str, str]
