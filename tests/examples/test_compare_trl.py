@@ -1,68 +1,88 @@
-"""What compare_trl.py starts here, and what it makes of the steps.
+"""examples/smollm/compare_trl.py without TRL: its arithmetic, what it starts, what it refuses.
 
-Not exercised: TRL, which is no requirement, and the models' training.
+Not exercised: TRL itself, which only the comparison needs.
 """
 
 import argparse
-import importlib.util
+import json
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.examples.tiny import ROOT, write_lines
+from examples.smollm import compare_trl
 from vapo_megatron.config import load_config
 
 
-@pytest.fixture
-def compare_trl(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "examples/smollm"))
-    spec = importlib.util.spec_from_file_location(
-        "compare_trl", ROOT / "examples/smollm/compare_trl.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def result(seconds, peak_bytes, accuracy):
+    """The first step loads and compiles; it counts in nothing."""
+    steps = [dict.fromkeys(("seconds", "generation", "scoring", "update"), 1e6)]
+    steps += [{"seconds": s, "generation": s / 4, "scoring": 0.1, "update": s / 2} for s in seconds]
+    return {"steps": steps, "peak_bytes": peak_bytes, "accuracy": accuracy}
 
 
-@pytest.mark.parametrize("name", ["grpo", "vapo"])
-def test_a_run_here_is_one_process_without_evaluations(compare_trl, name, monkeypatch, tmp_path):
-    """Its configuration loads; a row without a step of sampling is none."""
-    started = []
+def test_the_table_has_medians_and_ratios_of_paired_runs():
+    runs = {
+        "grpo": [result([8, 10, 30], 4e9, 0.3), result([20, 20, 20], 5e9, 0.5)],
+        "trl": [result([20, 20, 20], 6e9, 0.2), result([40, 40, 40], 6e9, 0.4)],
+        "vapo": [result([40, 40, 40], 7e9, 0.1), result([20, 20, 20], 7e9, 0.3)],
+    }
+    head, _, *rows = compare_trl.table(runs).splitlines()
+    cells = {row.split(" | ")[0].strip("| "): row.strip("| ").split(" | ")[1:] for row in rows}
+    assert head.startswith("| | seconds a step | of TRL's | sampling")
+    assert cells["GRPO here"] == ["15.0", "0.50", "3.8", "0.1", "7.5", "5.0 GB", "0.300, 0.500"]
+    assert cells["TRL's GRPO"][:2] == ["30.0", "1.00"]
+    assert cells["VAPO here"][:2] == ["30.0", "1.25"], "of each pair, not of the means"
+
+
+def test_both_sides_have_the_same_batch(monkeypatch, tmp_path):
+    commands = []
 
     def watched(command, out):
-        started.append(command)
-        out.mkdir()
-        step = {"time/reward_seconds": 1.0, "reward/mean": 0.5, "time/generation_seconds": 2.0}
-        rows = [{"time/step_seconds": 40.0, "time/evaluation_seconds": 40.0},
-                {"time/step_seconds": 9.0, **step}]  # fmt: skip
-        write_lines(out / "metrics.jsonl", rows)
-        return 123
+        commands.append(command)
+        out.mkdir(parents=True)
+        row = {"time/step_seconds": 9.0, "time/generation_seconds": 4.0}
+        row |= {"time/reward_seconds": 1.0, "reward/mean": 0.5}
+        # The first row is of what comes before training, without a step's sampling.
+        rows = [{"time/step_seconds": 0.1}, row]
+        (out / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+        (out / "steps.jsonl").write_text(json.dumps({"seconds": 7.0}) + "\n")
+        return 11
 
     monkeypatch.setattr(compare_trl, "_watched", watched)
-    options = argparse.Namespace(model=Path("models/m"), steps=3)
-    side, out = compare_trl.SIDES[name], tmp_path / "new" / name
-    steps, peak = compare_trl._ours(side, out, 5, [Path("data/gcd.parquet")], options)
-    assert peak == 123 and steps == [
-        {"seconds": 9.0, "generation": 2.0, "scoring": 1.0, "update": 6.0, "reward": 0.5}
-    ]
-    train, first, file, second, recipe, *overrides = started[0][3:]
-    assert (train, first, second) == ("train", "--config", "--config")
-    config = load_config([file, recipe], overrides)
-    assert not config.evaluation.sources and config.parallel.world_size == 1
-    assert (config.algorithm.advantage_estimator == "gae") == (name == "vapo")
-    assert (config.algorithm.policy_steps, config.algorithm.value_pretraining_steps) == (3, 0)
+    options = argparse.Namespace(model=Path("model"), data=Path("data"), steps=3)
+    files, root = [Path("data/a.parquet")], tmp_path / "new"
+    for side in ("grpo", "vapo"):
+        steps, peak = compare_trl._ours(compare_trl.SIDES[side], root / side, 5, files, options)
+        assert peak == 11 and steps == [
+            {"seconds": 9.0, "generation": 4.0, "scoring": 1.0, "update": 4.0, "reward": 0.5}
+        ]
+    steps, _ = compare_trl._trl(compare_trl.SIDES["trl"], tmp_path / "trl", 5, files, options)
+    assert steps == [{"seconds": 7.0}]
+    ours, critic, trl = commands
+    given = dict(zip(trl[2::2], trl[3::2]))
+    config = load_config(
+        [root / "grpo.yaml", "grpo"], [text for text in ours if "=" in text and text[0] != "-"]
+    )
+    assert str(root / "grpo.yaml") in ours and config.parallel.world_size == 1
+    assert not config.evaluation.sources and config.evaluation.path is None
+    algorithm = config.algorithm
+    assert int(given["--responses"]) == algorithm.responses_per_step
+    assert int(given["--group"]) == algorithm.group_size
+    assert int(given["--mini-batch"]) == algorithm.mini_batch_size
+    assert float(given["--learning-rate"]) == config.optimizer.actor_learning_rate
+    assert int(given["--max-response-tokens"]) == config.rollout.max_response_tokens
+    assert int(given["--steps"]) == algorithm.num_steps == 3, "no steps without an update"
+    assert "algorithm.value_pretraining_steps=0" in critic
 
 
-def test_the_table_has_medians_after_the_first_step_and_ratios_within_a_round(compare_trl):
-    def result(*seconds):
-        part = {"generation": 1.0, "scoring": 0.0}
-        steps = [{"seconds": s, "update": s - 1, **part} for s in (99.0, *seconds)]
-        return {"steps": steps, "peak_bytes": 2e9, "accuracy": 0.25}
+def test_a_failed_run_says_why(tmp_path):
+    with pytest.raises(SystemExit, match="ended with code 3:\nno such thing"):
+        compare_trl._watched(
+            [sys.executable, "-c", "print('no such thing'); exit(3)"], tmp_path / "out"
+        )
 
-    runs = {
-        "grpo": [result(5.0, 7.0), result(10.0)],
-        "trl": [result(12.0), result(10.0)],
-        "vapo": [result(24.0), result(10.0)],
-    }
-    rows = [line.split(" | ")[1:3] for line in compare_trl.table(runs).splitlines()[2:]]
-    assert rows == [["8.0", "0.75"], ["11.0", "1.00"], ["17.0", "1.50"]]
+
+def test_it_names_what_is_missing(tmp_path, capsys):
+    assert compare_trl.main(["--model", str(tmp_path / "model")]) == 2
+    assert "run_vapo_smollm.sh --dry-run" in capsys.readouterr().out
