@@ -249,7 +249,9 @@ METRICS: dict[str, Metric] = {
     "evaluation/avg@K": Metric("", "Accuracy on held-out problems, mean of K samples each."),
     "evaluation/pass@K": Metric("", "Fraction of held-out problems solved by any of K samples."),
     "evaluation/majority@K": Metric(
-        "", "Fraction of held-out problems solved by majority vote; ties count in part."
+        "",
+        "Fraction of held-out problems solved by majority vote; ties count in part. Missing where "
+        "verdicts of correct responses name no answer.",
     ),
     "evaluation/reward_mean": Metric(
         "",

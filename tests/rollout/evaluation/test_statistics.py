@@ -98,6 +98,17 @@ def test_a_problems_values():
     }
 
 
+def test_correct_responses_without_an_answer_leave_no_majority():
+    unnamed = problem_values(responses("cwc", [None, None, None]))
+    assert math.isnan(unnamed["majority@3"])
+    named = problem_values(responses("cwc", [0, 1, 0]))
+    expected = {**named, "avg@3": 2 / 3}
+    del expected["majority@3"]
+    assert means([named, unnamed]) == pytest.approx(expected)
+    assert estimates([named, unnamed], 0).keys() == expected.keys()
+    assert problem_values(responses("uu"))["majority@2"] == 0, "none is correct: none wins"
+
+
 def test_a_time_out_is_not_correct():
     assert problem_values(responses("tt"))["avg@2"] == 0
 

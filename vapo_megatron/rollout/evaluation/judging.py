@@ -73,10 +73,11 @@ def evaluate(
         has_environment: turns have rewards, too.
 
     Returns:
-        On every rank (metrics, correct): evaluation/avg@K, pass@K, majority@K, response_length_mean
-        and truncated_fraction over all problems, with reward.from_score or an environment also
-        reward_mean; avg@K, reward_mean and response_length_mean over those of each label; each
-        problem's number of correct responses of K.
+        On every rank (metrics, correct): evaluation/avg@K, pass@K, majority@K (unless a correct
+        response has no vote), response_length_mean and truncated_fraction over all problems, with
+        reward.from_score or an environment also reward_mean; avg@K, reward_mean and
+        response_length_mean over those of each label; each problem's number of correct responses
+        of K.
 
     Raises:
         Stopped: on every rank: one of them has no time left.
@@ -105,7 +106,7 @@ def evaluate(
     found = means(values)
     shown = [f"{what}@{samples}" for what in ("avg", "pass", "majority")]
     shown += [*rewards, "response_length_mean", "truncated_fraction"]
-    metrics = {f"evaluation/{name}": found[name] for name in shown}
+    metrics = {f"evaluation/{name}": found[name] for name in shown if name in found}
     by_index = {prompt.index: value for prompt, value in zip(problems, values)}
     for kind in labels.several:
         for name, some in labels.by_name(kind, by_index).items():

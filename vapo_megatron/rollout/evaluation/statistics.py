@@ -111,15 +111,18 @@ def problem_values(responses: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         responses: its K samples, each with `status`, `vote`, `num_tokens` and `truncated`.
 
     Returns:
-        value_names(K): avg@K, pass@k for pass_sizes(K), majority@K, response_length_mean in tokens,
-        and truncated_fraction.
+        value_names(K): avg@K, pass@k for pass_sizes(K), majority@K (NaN where a correct response
+        has no vote: its verifier names no answers), response_length_mean in tokens, and
+        truncated_fraction.
     """
     size = len(responses)
     is_correct = [r["status"] == "correct" for r in responses]
+    votes = [r["vote"] for r in responses]
+    has_votes = all(v is not None for v, right in zip(votes, is_correct, strict=True) if right)
     values = [
         sum(is_correct) / size,
         *(pass_at_k(size, sum(is_correct), k) for k in pass_sizes(size)),
-        majority_at_k([r["vote"] for r in responses], is_correct),
+        majority_at_k(votes, is_correct) if has_votes else math.nan,
         sum(r["num_tokens"] for r in responses) / size,
         sum(bool(r["truncated"]) for r in responses) / size,
     ]
@@ -127,8 +130,13 @@ def problem_values(responses: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def means(problems: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean over problems of each statistic; problems: results of problem_values."""
-    return {name: math.fsum(p[name] for p in problems) / len(problems) for name in problems[0]}
+    """Return the mean over problems of each statistic that all of them have (that is not NaN).
+
+    Args:
+        problems: results of problem_values.
+    """
+    sums = {name: math.fsum(p[name] for p in problems) for name in problems[0]}
+    return {name: total / len(problems) for name, total in sums.items() if not math.isnan(total)}
 
 
 def wilson_interval(mean: float, count: int) -> tuple[float, float]:
@@ -150,7 +158,7 @@ def wilson_interval(mean: float, count: int) -> tuple[float, float]:
 
 
 def estimates(problems: Sequence[Mapping[str, float]], seed: int) -> dict[str, Estimate]:
-    """Return the mean of each statistic with its 95% interval over problems.
+    """Return the mean of each of means' statistics with its 95% interval over problems.
 
     The problems are resampled RESAMPLES times with replacement, with the same draws for every
     statistic; the interval is between the 2.5 and 97.5 percentiles of the means (Efron's percentile
@@ -162,13 +170,13 @@ def estimates(problems: Sequence[Mapping[str, float]], seed: int) -> dict[str, E
         problems: results of problem_values; their order matters.
         seed: of the draws. RandomState is frozen: it is the same in all versions of numpy.
     """
-    names = list(problems[0])
-    values = np.array([[p[name] for name in names] for p in problems])
+    of_all = means(problems)
+    values = np.array([[p[name] for name in of_all] for p in problems])
     if len(problems) == 1:
-        return {name: Estimate(value, None, None) for name, value in means(problems).items()}
+        return {name: Estimate(value, None, None) for name, value in of_all.items()}
     low, high = np.percentile(resampled_means(values, seed), [2.5, 97.5], axis=0).tolist()
     found = {}
-    for i, (name, value) in enumerate(means(problems).items()):
+    for i, (name, value) in enumerate(of_all.items()):
         interval: tuple[float | None, float | None] = low[i], high[i]
         if (values[:, i] == values[0, i]).all():
             is_bounded = name not in _UNBOUNDED
