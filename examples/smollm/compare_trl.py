@@ -1,10 +1,11 @@
 """TRL's GRPO beside GRPO and VAPO here: seconds a step, memory, and accuracy after equal responses.
 
-The same model, prompts, scorer, batch, learning rate and lengths; one process with one thread on
-each side, in turns, so that both meet the same machine. A step is one batch of sampled responses
-and the updates on it. TRL samples with transformers, as it does on a CPU; its activations are kept
-(its default computes them twice). run_vapo_smollm.sh makes model and prompts. Interrupted, the same
-command goes on.
+The same model, scorer, batch, loss, learning rate and lengths, and the same prompts in the same
+order: after a few steps what was learned depends more on them than on anything else. One process
+with one thread on each side, in turns, so that both meet the same machine. A step is one batch of
+sampled responses and the updates on it. TRL samples with transformers, as it does on a CPU; its
+activations are kept (its default computes them twice). run_vapo_smollm.sh makes model and prompts.
+Interrupted, the same command goes on.
 
     pip install -e '.[trl]'
     python examples/smollm/compare_trl.py
@@ -13,8 +14,10 @@ command goes on.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
+import random
 import shutil
 import statistics
 import subprocess
@@ -25,6 +28,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
+import pyarrow
+import pyarrow.parquet
 import yaml
 
 from vapo_megatron.config import load_config
@@ -53,7 +58,8 @@ class Side(NamedTuple):
 
 SIDES = {
     "grpo": Side("GRPO here", "grpo"),
-    "trl": Side("TRL's GRPO", ""),
+    # Its default, dapo, weighs tokens where GRPO's loss weighs responses.
+    "trl": Side("TRL's GRPO", "", ("--loss", "grpo")),
     # A value pretraining of its own would be steps that TRL has no counterpart of.
     "vapo": Side("VAPO here", "vapo", ("algorithm.value_pretraining_steps=0",)),
 }
@@ -112,18 +118,34 @@ def _measured(side: Side, out: Path, seed: int, options: argparse.Namespace) -> 
     sources = sorted(options.data.glob("*.test.parquet"))
     trained = [p.with_name(p.name.replace(".test", "")) for p in sources]
     pairs = [(a, b) for a, b in zip(sources, trained, strict=True) if b.exists()]
+    prompts = options.out / f"prompts_{seed}.parquet"
+    write_prompts(prompts, [b for _, b in pairs], seed, options.steps)
     run = _ours if side.recipe else _trl
-    steps, peak = run(side, out, seed, [b for _, b in pairs], options)
-    accuracy = _accuracy(out / ("hf_export" if side.recipe else "model"), out, pairs)
+    steps, peak = run(side, out, seed, prompts, options)
+    held_out = [a for a, _ in pairs]
+    accuracy = _accuracy(out / ("hf_export" if side.recipe else "model"), out, held_out)
     return {"steps": steps, "peak_bytes": peak, "accuracy": accuracy}
 
 
+def write_prompts(path: Path, tasks: Sequence[Path], seed: int, steps: int) -> None:
+    """Write the prompts of a run in their order: of each task in turn, as the seed shuffles it."""
+    draw, rows = random.Random(seed), []
+    for task in tasks:
+        of_task = pyarrow.parquet.read_table(task).to_pylist()
+        rows.append(itertools.cycle(draw.sample(of_task, len(of_task))))
+    count = steps * load_config([CONFIG], []).algorithm.num_prompts
+    path.parent.mkdir(parents=True, exist_ok=True)
+    chosen = list(itertools.islice(itertools.chain.from_iterable(zip(*rows)), count))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(chosen), path)
+
+
 def _ours(
-    side: Side, out: Path, seed: int, data: Sequence[Path], options: argparse.Namespace
+    side: Side, out: Path, seed: int, prompts: Path, options: argparse.Namespace
 ) -> tuple[list[dict[str, float]], int]:
     # Both sides are evaluated after their end, by the same command.
     tree = yaml.safe_load(CONFIG.read_text())
     del tree["evaluation"]
+    tree["data"] = {"train_path": str(prompts), "shuffle": False}
     config = out.with_suffix(".yaml")
     config.parent.mkdir(parents=True, exist_ok=True)
     replace_file(config, yaml.safe_dump(tree))
@@ -132,7 +154,7 @@ def _ours(
         "--config", str(config), "--config", side.recipe,
         f"seed={seed}", f"logging.run_dir={out}", f"model.hf_path={options.model}",
         f"algorithm.policy_steps={options.steps}", "checkpoint.hf_export=true",
-        *[f"data.sources.{path.stem}.path={path}" for path in data], *ONE_PROCESS, *side.settings,
+        *ONE_PROCESS, *side.settings,
     ]  # fmt: skip
     peak = _watched(command, out)
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -149,19 +171,20 @@ def _our_step(row: Mapping[str, float]) -> dict[str, float]:
 
 
 def _trl(
-    side: Side, out: Path, seed: int, data: Sequence[Path], options: argparse.Namespace
+    side: Side, out: Path, seed: int, prompts: Path, options: argparse.Namespace
 ) -> tuple[list[dict[str, float]], int]:
     config = load_config([CONFIG], [])
     algorithm = config.algorithm
     command = [
         sys.executable, str(HERE / "trl_grpo.py"),
-        "--model", str(options.model), "--data", *map(str, data), "--out", str(out),
+        "--model", str(options.model), "--data", str(prompts), "--out", str(out),
         "--steps", str(options.steps), "--seed", str(seed),
         "--responses", str(algorithm.responses_per_step), "--group", str(algorithm.group_size),
         "--mini-batch", str(algorithm.mini_batch_size),
         "--micro-batch", str(algorithm.mini_batch_size),
         "--max-response-tokens", str(config.rollout.max_response_tokens),
         "--learning-rate", str(config.optimizer.actor_learning_rate),
+        "--adam-beta2", str(config.optimizer.adam_beta2), *side.settings,
     ]  # fmt: skip
     peak = _watched(command, out)
     return [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()], peak
@@ -209,10 +232,10 @@ def _memory(processes: Iterable[psutil.Process]) -> int:
     return total
 
 
-def _accuracy(model: Path, out: Path, pairs: Sequence[tuple[Path, Path]]) -> float:
+def _accuracy(model: Path, out: Path, tasks: Sequence[Path]) -> float:
     """Return the mean accuracy over the held-out problems of the trained tasks."""
     means = []
-    for held_out, _ in pairs:
+    for held_out in tasks:
         found = out / f"{held_out.stem}.jsonl"
         command = [
             sys.executable, "-m", "vapo_megatron", "evaluate", "--checkpoint", str(model),

@@ -39,11 +39,11 @@ def main() -> None:
         generation_batch_size=options.responses, num_generations=options.group,
         num_iterations=1, max_completion_length=options.max_response_tokens, temperature=1.0,
         beta=0.0, learning_rate=options.learning_rate, lr_scheduler_type="constant",
-        weight_decay=0.0, max_grad_norm=1.0,
+        loss_type=options.loss, adam_beta2=options.adam_beta2, weight_decay=0.0, max_grad_norm=1.0,
         # Its default computes activations twice, to save memory that there is here.
-        gradient_checkpointing=False,
+        gradient_checkpointing=False, shuffle_dataset=False,
     )  # fmt: skip
-    rows = [row for path in options.data for row in pyarrow.parquet.read_table(path).to_pylist()]
+    rows = pyarrow.parquet.read_table(options.data).to_pylist()
     spent = defaultdict[str, float](float)
     rewards = list[float]()
     trainer = GRPOTrainer(
@@ -120,12 +120,14 @@ class _Steps(TrainerCallback):
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--data", type=Path, nargs="+", required=True)
+    parser.add_argument("--data", type=Path, required=True, help="prompts in their order")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--learning-rate", type=float, required=True)
     for name in ("steps", "responses", "group", "mini-batch", "micro-batch", "seed"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--max-response-tokens", type=int, required=True)
+    parser.add_argument("--adam-beta2", type=float, required=True)
+    parser.add_argument("--loss", required=True, help="TRL's loss_type")
     return parser
 
 

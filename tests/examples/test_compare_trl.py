@@ -8,6 +8,8 @@ import json
 import sys
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from examples.smollm import compare_trl
@@ -51,13 +53,13 @@ def test_both_sides_have_the_same_batch(monkeypatch, tmp_path):
 
     monkeypatch.setattr(compare_trl, "_watched", watched)
     options = argparse.Namespace(model=Path("model"), data=Path("data"), steps=3)
-    files, root = [Path("data/a.parquet")], tmp_path / "new"
+    prompts, root = tmp_path / "prompts.parquet", tmp_path / "new"
     for side in ("grpo", "vapo"):
-        steps, peak = compare_trl._ours(compare_trl.SIDES[side], root / side, 5, files, options)
+        steps, peak = compare_trl._ours(compare_trl.SIDES[side], root / side, 5, prompts, options)
         assert peak == 11 and steps == [
             {"seconds": 9.0, "generation": 4.0, "scoring": 1.0, "update": 4.0, "reward": 0.5}
         ]
-    steps, _ = compare_trl._trl(compare_trl.SIDES["trl"], tmp_path / "trl", 5, files, options)
+    steps, _ = compare_trl._trl(compare_trl.SIDES["trl"], tmp_path / "trl", 5, prompts, options)
     assert steps == [{"seconds": 7.0}]
     ours, critic, trl = commands
     given = dict(zip(trl[2::2], trl[3::2]))
@@ -66,7 +68,11 @@ def test_both_sides_have_the_same_batch(monkeypatch, tmp_path):
     )
     assert str(root / "grpo.yaml") in ours and config.parallel.world_size == 1
     assert not config.evaluation.sources and config.evaluation.path is None
+    assert config.data.train_path == given["--data"] == str(prompts) and not config.data.sources
+    assert not config.data.shuffle, "nor does the other side"
     algorithm = config.algorithm
+    assert (float(given["--adam-beta2"]), given["--loss"]) == (config.optimizer.adam_beta2, "grpo")
+    assert algorithm.loss_aggregation == "sample", "what TRL calls the loss grpo"
     assert int(given["--responses"]) == algorithm.responses_per_step
     assert int(given["--group"]) == algorithm.group_size
     assert int(given["--mini-batch"]) == algorithm.mini_batch_size
@@ -74,6 +80,20 @@ def test_both_sides_have_the_same_batch(monkeypatch, tmp_path):
     assert int(given["--max-response-tokens"]) == config.rollout.max_response_tokens
     assert int(given["--steps"]) == algorithm.num_steps == 3, "no steps without an update"
     assert "algorithm.value_pretraining_steps=0" in critic
+
+
+def test_both_sides_have_the_same_prompts(tmp_path):
+    tasks = [tmp_path / "a.parquet", tmp_path / "b.parquet"]
+    for task, size in zip(tasks, (30, 4)):
+        rows = [{"prompt": f"{task.stem}{i}"} for i in range(size)]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), task)
+    written = []
+    for seed in (0, 0, 1):
+        compare_trl.write_prompts(tmp_path / "out.parquet", tasks, seed, steps=3)
+        written.append(pyarrow.parquet.read_table(tmp_path / "out.parquet")["prompt"].to_pylist())
+    assert written[0] == written[1] != written[2] and len(written[0]) == 3 * 48 // 8
+    assert [text[0] for text in written[0]] == ["a", "b"] * 9, "of each task as many"
+    assert len(set(written[0][::2])) == 9 and len(set(written[0][1::2])) == 4
 
 
 def test_a_failed_run_says_why(tmp_path):
