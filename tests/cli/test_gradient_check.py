@@ -100,8 +100,9 @@ def one(collect):
 
 
 def test_two_layouts_have_the_same_gradients(collect, one, capsys):
-    sp = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true")
-    two = collect(2, *sp)
+    # Options may stand between the fields.
+    tp, sp = "parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"
+    two = collect(2, tp, "--step", 1, sp)
     assert set(load_file(two / "actor.safetensors")) == set(load_file(one / "actor.safetensors"))
     assert main(["compare", str(one), str(two)]) == 0
     text = capsys.readouterr().out
@@ -176,6 +177,13 @@ def test_an_edited_gradient_is_found(one, tmp_path, capsys, edit):
     table = out.split("parameter\n")[1].splitlines()
     assert table[0].endswith(f"critic {name}")
     assert out.splitlines()[-1] == "54 parameters: 1 exceed the tolerance 1e-05"
+
+
+@pytest.mark.parametrize("argv", [["compare", "a", "b", "c=1"], ["collect", "--no-such", "a=1"]])
+def test_what_it_does_not_know_is_named(argv, capsys):
+    required = ["--config", "x", "--replay", "x", "--out", "x"] * (argv[0] == "collect")
+    assert main([*argv, *required]) == 2
+    assert argv[-1 if argv[0] == "compare" else 1] in capsys.readouterr().err
 
 
 def test_a_missing_file_is_one_line(one, tmp_path, capsys):

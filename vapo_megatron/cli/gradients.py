@@ -47,7 +47,13 @@ def main(argv: Sequence[str]) -> int:
     """Return 0; 1 if gradients differ; 2 for a user's mistake; 130 when interrupted."""
 
     def work() -> int:
-        options = _parser().parse_args(argv)
+        parser = _parser()
+        # Options may stand between fields; argparse cannot have that (intermixed) in subcommands.
+        options, more = parser.parse_known_args(argv)
+        if any(text.startswith("-") or "overrides" not in options for text in more):
+            parser.error(f"unrecognized arguments: {' '.join(more)}")
+        if more:
+            options.overrides += more
         return options.work(options, ["-m", "vapo_megatron", "gradients", *argv])
 
     # torchrun ends workers with SIGTERM: they have nothing to report or clean up.
