@@ -27,6 +27,7 @@ from vapo_megatron.weights.parameters import local_parameters
 
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ONE = Layout()
 
 
 class _CountingSlice:
@@ -197,8 +198,8 @@ def test_a_reward_model_is_no_actor(tmp_path):
     assert "score.weight is unknown" in _problem(path)
 
 
-def _try_load(path, built_as, role="actor"):
-    config = make_config(Layout())
+def _try_load(path, built_as, role="actor", layout=ONE):
+    config = make_config(layout)
     ranks = groups.initialize(config.parallel)
     shape = read_model_shape(built_as)
     chunks = build_model(shape, config.model, config.parallel, ranks, role, seed=config.seed)
@@ -209,6 +210,21 @@ def _try_load(path, built_as, role="actor"):
         same = all(torch.equal(a, b) for a, (_, b) in zip(before, all_parameters(chunks)))
         return str(error), same
     return None, False
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_numbers_that_are_not_finite_are_refused_by_name(workers, tmp_path, value):
+    """Part of query, key and value, which are one parameter."""
+    path = write_tiny_hf(tmp_path)
+    rewrite(path, lambda t: t[V0][3].fill_(value))
+    ((problem, _),) = workers.run(1, _try_load, str(path), str(path))
+    assert problem.startswith(f"{path}: {V0} has numbers that are not finite")
+    (problem, _), (of_rank_1, _) = workers.run(2, _try_load_sharded, str(path))
+    assert V0 in problem and of_rank_1 is None, "it has another key-value head"
+
+
+def _try_load_sharded(path):
+    return _try_load(path, path, layout=Layout(2, 1))
 
 
 def test_nothing_is_copied_before_everything_fits(workers, tmp_path):

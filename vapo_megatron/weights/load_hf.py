@@ -106,7 +106,8 @@ def load_hf_weights(
         Bytes that this rank has read.
 
     Raises:
-        CheckpointError: before anything is copied, naming tensor, expected and found.
+        CheckpointError: before anything is copied, naming tensor, expected and found; later, for a
+            number that is not finite.
     """
     if is_distributed_checkpoint(hf_path):
         return _load_converted(chunks, shape, Path(hf_path), role)
@@ -138,10 +139,17 @@ def load_hf_weights(
 def shard_of(
     reader: HfReader, parameter: LocalParameter, shape: ModelShape, ranks: Ranks
 ) -> Tensor:
-    """Read this rank's shard of a parameter."""
+    """Read this rank's shard of a parameter. CheckpointError: a number in it is not finite."""
+    read = list(_parts(reader, parameter, shape, ranks))
+    for name, part in zip(parameter.hf_names, read, strict=True):
+        if not part.isfinite().all():
+            raise CheckpointError(
+                f"{reader.directory}: {name} has numbers that are not finite (NaN, infinity); the "
+                "file is damaged, or the run that wrote it diverged: take another checkpoint"
+            )
     shard = layout.merge(
         parameter.row.kind,
-        list(_parts(reader, parameter, shape, ranks)),
+        read,
         num_groups=shape.num_key_value_heads,
         tp_size=shard_axis(parameter.row, ranks).size,
         num_rows=parameter.data.shape[0],
