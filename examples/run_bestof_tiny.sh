@@ -4,7 +4,7 @@
 #
 #   bash examples/run_bestof_tiny.sh [--seeds 0 1 2 3 4] [--quick] [--jobs 2] [--port N]
 #
-# Output is in runs/bestof_tiny: table.md, the judge, and all runs. The judge takes three minutes of training. If
+# Output is in runs/bestof_tiny: table.md, the judge, and all runs. The judge takes three to five minutes. If
 # interrupted, the same command resumes. --quick (runs/bestof_quick) is one seed with few steps.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
