@@ -6,7 +6,7 @@
 #   bash examples/run_vapo_smollm.sh [--quick] [--algorithm vapo|dapo|grpo] [--seed N] [--dry-run]
 #     [section.field=value ...]
 #
-# --quick has 3 steps of the policy. --dry-run makes model and problems, and prints the configuration of the run.
+# --quick has 3 steps of the policy, of 24 responses. --dry-run makes model and problems, and prints the run's configuration.
 # Output is in runs/smollm/seed_N/ALGORITHM (--quick: runs/smollm/quick/). If interrupted, the same command resumes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -71,7 +71,7 @@ make_problems letter_counting '{"min_words": 2, "max_words": 4}' 40
 
 quick=()
 if [ -n "$is_quick" ]; then
-  quick=(algorithm.policy_steps=3 evaluation.samples=1)
+  quick=(algorithm.policy_steps=3 algorithm.responses_per_step=24 algorithm.mini_batch_size=12 evaluation.samples=1)
   [ "$algorithm" != vapo ] || quick+=(algorithm.value_pretraining_steps=1)
 fi
 trap - INT

@@ -107,7 +107,10 @@ def test_model_problems_run_and_table(clone):
 def test_other_ways_to_start_it(clone):
     *_, train, table = clone("--quick", "--algorithm", "grpo")[2]
     assert table[1] == "runs/smollm/quick/seed_0/grpo" and option(train[4:], "--config") == "grpo"
-    quick = {"algorithm.policy_steps=3", "evaluation.samples=1"}
+    quick = {
+        "algorithm.policy_steps=3", "algorithm.responses_per_step=24",
+        "algorithm.mini_batch_size=12", "evaluation.samples=1",
+    }  # fmt: skip
     assert quick < set(train) and not [a for a in train if "value_pretraining" in a]
     *_, train, _ = clone("--quick")[2]
     assert quick | {"algorithm.value_pretraining_steps=1"} < set(train)
