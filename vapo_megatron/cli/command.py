@@ -148,7 +148,9 @@ class ProgressBar:
         elif is_due or self._last not in (None, count) and done == total:
             self._due, self._last = now + self._every, count
             left = int((now - self._started) / max(done, 1) * (total - done))
-            line = f"{self._title} {count:,} / {end:,}, {left // 60}:{left % 60:02} left"
+            line = f"{self._title} {count:,} / {end:,}"
+            if now > self._started:  # Of the first count it is not known how long it took.
+                line += f", {left // 60}:{left % 60:02} left"
             print(line, file=sys.stderr, flush=True)
 
     def __enter__(self) -> ProgressBar:
