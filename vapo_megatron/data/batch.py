@@ -236,7 +236,7 @@ class RolloutBatch:
     @property
     def is_finite(self) -> bool:
         """Whether all per-token columns are finite: log-probabilities, values, advantages."""
-        return all(_all_finite(c) for name, c in self._columns.items() if name in PER_TOKEN)
+        return all(all_finite(c) for name, c in self._columns.items() if name in PER_TOKEN)
 
     def replace(self, **changes: Tensor | None) -> RolloutBatch:
         """Return the same batch with some columns set."""
@@ -328,8 +328,8 @@ def _is_prompt(prompts: Tensor, others: Tensor) -> Tensor:
     return torch.tensor([True, False]).repeat(len(prompts)).repeat_interleave(lengths)
 
 
-def _all_finite(numbers: Tensor) -> bool:
-    """isfinite().all() in one pass without temporary tensors: NaN is both minimum and maximum."""
+def all_finite(numbers: Tensor) -> bool:
+    """Return isfinite().all(), without temporary tensors: NaN is both minimum and maximum."""
     if not numbers.is_floating_point() or numbers.numel() == 0:
         return True
     return bool(torch.stack(numbers.aminmax()).isfinite().all())

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.config.phases import VALUE_ROLES
+from vapo_megatron.data.batch import all_finite
 from vapo_megatron.errors import CheckpointError
 from vapo_megatron.weights import layout
 from vapo_megatron.weights.convert.sharded_files import ShardedReader, is_distributed_checkpoint
@@ -142,7 +143,7 @@ def shard_of(
     """Read this rank's shard of a parameter. CheckpointError: a number in it is not finite."""
     read = list(_parts(reader, parameter, shape, ranks))
     for name, part in zip(parameter.hf_names, read, strict=True):
-        if not part.isfinite().all():
+        if not all_finite(part):
             raise CheckpointError(
                 f"{reader.directory}: {name} has numbers that are not finite (NaN, infinity); the "
                 "file is damaged, or the run that wrote it diverged: take another checkpoint"
