@@ -107,14 +107,16 @@ def test_metrics_are_of_all_rollout_workers_responses(whole):
     assert evaluated == [0, 2, 4, 5]
 
 
-def test_what_is_shown_is_of_the_first_rollout_worker(whole):
+def test_what_is_shown_is_of_all_rollout_workers(whole):
     run, _, _ = whole
     for step in range(STEPS):
-        first, _ = dumped(run, step)
+        parts = dumped(run, step)
+        assert len(parts) == WORKERS and all(parts)
+        sampled = sorted(itertools.chain(*parts), key=lambda s: s.rollout.position)
         groups = jsonl.read(run / f"rollouts/step_{step + 1:06d}.jsonl")
         shown = [r for group in groups for r in group["responses"]]
-        assert [r["text"] for r in shown] == [s.text for s in first]
-        parts = [[list(part) for part in s.rollout.segments] for s in first]
+        assert [r["text"] for r in shown] == [s.text for s in sampled]
+        parts = [[list(part) for part in s.rollout.segments] for s in sampled]
         assert [r.get("versions", []) for r in shown] == parts
 
 

@@ -13,6 +13,7 @@ def _reductions(layout):
     from vapo_megatron.parallel.reduce import (
         any_rank,
         gather_objects,
+        gather_objects_on,
         max_over_world,
         sum_over_data_parallel,
         sum_over_world,
@@ -31,15 +32,15 @@ def _reductions(layout):
         sum_over_data_parallel({}, here),
         [any_rank(here.rank in ranks) for ranks in ([], [0], [1], [0, 1])],
         gather_objects(f"rank {here.rank}"),
+        gather_objects_on(1, "x" * here.rank),
     )
     assert value.tolist() == [here.rank + 1, 10 * (here.rank + 1)], "the input was changed"
     return results
 
 
 def test_over_data_parallel_ranks(workers):
-    for total, metrics, world, largest, with_nan, empty, flags, objects in workers.run(
-        2, _reductions, Layout(dp=2)
-    ):
+    results = workers.run(2, _reductions, Layout(dp=2))
+    for total, metrics, world, largest, with_nan, empty, flags, objects, _ in results:
         assert total == world == [3.0, 30.0]  # (1, 10) + (2, 20)
         assert metrics == {"b": 3, "a": 1.0}
         assert largest == [2.0, 20.0]
@@ -47,6 +48,7 @@ def test_over_data_parallel_ranks(workers):
         assert empty == {}
         assert flags == [False, True, True, True]
         assert objects == ["rank 0", "rank 1"]
+    assert [on[-1] for on in results] == [[], ["", "x"]]
 
 
 def test_tensor_parallel_ranks_are_not_summed(workers):

@@ -24,7 +24,7 @@ def worlds(path):
     """What each process makes out, and what reaches it from the other side."""
     from vapo_megatron.parallel import groups
     from vapo_megatron.parallel.exchange import exchange, gather_summary
-    from vapo_megatron.parallel.reduce import any_rank, gather_objects, send_object
+    from vapo_megatron.parallel.reduce import any_rank, gather_objects, gather_objects_on
 
     worlds = apart()
     own = torch.ones(1)
@@ -33,9 +33,7 @@ def worlds(path):
         "side": (worlds.is_rollout_worker, dist.get_rank(), dist.get_world_size(), int(own)),
         "any": any_rank(worlds.rank == 3),
         "all": gather_objects(worlds.rank, worlds.group),
-        "sent": send_object(
-            {"text": "x" * 70_000} if worlds.rank == 2 else None, 2, 1, worlds.group
-        ),
+        "sent": gather_objects_on(1, {"text": "x" * 70_000 * worlds.rank}, worlds.group),
     }
     layout = {"parallel": {"world_size": TRAINERS, "tensor_model_parallel_size": 1}}
     ranks = None if worlds.is_rollout_worker else groups.initialize(config(path, **layout).parallel)
@@ -91,5 +89,6 @@ def test_each_side_is_a_world_and_one_group_joins_them(workers, tmp_path):
             "a collective of one side does not reach the other"
         )
         assert found["all"] == [0, 1, 2, 3]
-        assert found["sent"] == ({"text": "x" * 70_000} if rank == 1 else None)
+        texts = [{"text": "x" * 70_000 * source} for source in range(4)]
+        assert found["sent"] == (texts if rank == 1 else [])
         assert found["batch"] == (True, True, True, {2, 3}, not is_rollout_worker)

@@ -5,7 +5,6 @@ tests/run/test_metrics.py, tokens of shown responses in tests/run/test_token_rec
 """
 
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -41,14 +40,18 @@ def write(run_dir):
     """A first step; its evaluation and row made again; a second step. The files after each."""
     from vapo_megatron.parallel import groups
     from vapo_megatron.parallel.exchange import gather_summary
+    from vapo_megatron.rollout.source import RolloutSource
     from vapo_megatron.run import output as run_output
+
+    class Source(RolloutSource):
+        rollouts = None
 
     settings = config(
         Path("/nowhere"),
         parallel={"world_size": 2},
         evaluation={"samples": SAMPLES},
         logging={
-            "run_dir": str(run_dir), "tensorboard": False, "progress": "off", "rollout_groups": 1,
+            "run_dir": str(run_dir), "tensorboard": False, "progress": "off", "rollout_groups": 2,
         },
     )  # fmt: skip
     place = groups.initialize(settings.parallel)
@@ -56,7 +59,7 @@ def write(run_dir):
     groups_of = {0: (1, 3), 1: (0, 2)}[place.rank]
     mine = [s for s in rollouts() if s.rollout.position // GROUP_SIZE in groups_of]
     summary, found, shown = gather_summary(mine, len(rollouts())), [], []
-    source = SimpleNamespace(decode=None, recorded_rank=0, recorded=lambda scored: scored)
+    source = Source()
 
     def opened(start, **how):
         with mock.patch.object(run_output, "PeakMemory", Memory):
@@ -106,17 +109,18 @@ def test_a_step_is_written_once_with_what_all_ranks_have(workers, tmp_path):
     correct = [sum(right[i : i + GROUP_SIZE]) for i in range(0, len(right), GROUP_SIZE)]
     problems = {"group_size": GROUP_SIZE, "problems": [0, 1, 2, 0], "correct": correct}
     assert first["problems"] == [{"step": 1, **problems}]
-    (group,) = first.pop("rollouts/step_000001")
-    texts = [s.text for s in rollouts()[GROUP_SIZE : 2 * GROUP_SIZE]]
-    assert [response["text"] for response in group["responses"]] == texts
+    # The first is the other rank's, the second the main rank's.
+    groups = first.pop("rollouts/step_000001")
+    texts = [[r["text"] for r in group["responses"]] for group in groups]
+    assert texts == [[s.text for s in rollouts()[at : at + GROUP_SIZE]] for at in (0, GROUP_SIZE)]
     assert first.keys() == {"metrics", "held_out", "problems"}
 
     # The row lacked its evaluation; the step itself is not made again.
     assert [row["step"] for row in again["metrics"]] == [0, 1]
     assert again["metrics"][1]["reward/mean"] == 0.5
     assert again["held_out"] == [{**held_out, "correct": [3, 1]}]
-    assert again["problems"] == first["problems"] and again["rollouts/step_000001"] == [group]
+    assert again["problems"] == first["problems"] and again["rollouts/step_000001"] == groups
 
     assert second["metrics"][:2] == again["metrics"] and second["metrics"][2]["step"] == 2
     assert second["problems"] == [{"step": 1, **problems}, {"step": 2, **problems}]
-    assert second["rollouts/step_000002"] == [group]
+    assert second["rollouts/step_000002"] == groups

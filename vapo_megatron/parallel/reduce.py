@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Metrics = TypeVar("Metrics", Tensor, dict[str, Tensor])
-_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 def sum_over_data_parallel(value: Metrics, ranks: Ranks) -> Metrics:
@@ -84,21 +83,27 @@ def gather_objects(value: T, group: ProcessGroup | None = None) -> list[T]:
     return values
 
 
-def send_object(value: T | None, source: int, destination: int, group: ProcessGroup) -> T | None:
-    """Send one rank's value to another; the others get None. Collective over the group.
+def gather_objects_on(destination: int, value: T, group: ProcessGroup | None = None) -> list[T]:
+    """Return every rank's value, by rank, on one rank of the group; on the others an empty list.
 
-    For what is too large to be gathered by every rank.
+    For what is too large to be gathered by every rank, and of different size on each: nothing is
+    padded.
     """
-    rank, world_size = group.rank(), group.size()
-    data = pickle.dumps(value) if rank == source else b""
-    out = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else _NOTHING
-    (size,) = gather_objects(len(data), group)[source : source + 1]
-    into = torch.empty(size if rank == destination else 0, dtype=torch.uint8)
-    receives, sends = ([0] * world_size for _ in range(2))
-    receives[source], sends[destination] = len(into), len(out)
-    out, into = out.to(backend.device()), into.to(backend.device())
-    dist.all_to_all_single(into, out, receives, sends, group=group)
-    return pickle.loads(into.cpu().numpy().tobytes()) if rank == destination else None
+    if not dist.is_initialized():
+        return [value]
+    group = group or dist.group.WORLD
+    assert group is not None
+    out = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    sizes = gather_objects(len(out), group)
+    receives, sends = ([0] * group.size() for _ in range(2))
+    sends[destination] = len(out)
+    if group.rank() == destination:
+        receives = sizes
+    into = torch.empty(sum(receives), dtype=torch.uint8, device=backend.device())
+    dist.all_to_all_single(into, out.to(backend.device()), receives, sends, group=group)
+    if group.rank() != destination:
+        return []
+    return [pickle.loads(part.numpy().tobytes()) for part in into.cpu().split(receives)]
 
 
 def broadcast_from_last_stage(

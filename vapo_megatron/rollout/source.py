@@ -17,6 +17,7 @@ from vapo_megatron.config.phases import DUMP, Span
 from vapo_megatron.data.labels import NO_LABELS, Labels
 from vapo_megatron.data.prompts import PromptDataset
 from vapo_megatron.data.rollout import ScoredRollout
+from vapo_megatron.parallel.reduce import gather_objects_on
 from vapo_megatron.rollout.dump import write_step
 from vapo_megatron.rollout.inputs import Inputs
 from vapo_megatron.rollout.partial.files import check_partial
@@ -70,8 +71,6 @@ class RolloutSource(abc.ABC):
     """Of the problems of the last step's prompts, at least; the same on every rank."""
     group: ProcessGroup | None = None
     """Of all ranks that sample or train, over which responses are exchanged; None: the world."""
-    recorded_rank: int = 0
-    """Rank in that group whose responses are recorded in rollouts/step_*.jsonl."""
     rollout_spans: Sequence[Span] = ()
     """What the first engine did up to the last step's responses, if processes of its own sample;
     on the main rank."""
@@ -118,12 +117,13 @@ class RolloutSource(abc.ABC):
             keep_last=keep_last,
         )
 
-    def recorded(self, scored: Sequence[ScoredRollout]) -> Sequence[ScoredRollout]:
-        """Return, on the main rank, the latest step's responses that `recorded_rank` sampled.
+    def recorded(self, shown: Sequence[ScoredRollout]) -> Sequence[ScoredRollout]:
+        """Return, on the main rank, all ranks' responses of a step's first groups. Collective.
 
-        At least as many as logging.rollout_groups asks for. scored: as for `dump`.
+        shown: those that this rank has, as for `dump`; logging.rollout_groups groups in all.
         """
-        return scored
+        held = gather_objects_on(0, [item.without_routes() for item in shown], self.group)
+        return [item for of_rank in held for item in of_rank]
 
     def holds(self, policy_version: int) -> bool:
         """Return whether it can sample from this version without a weight sync."""

@@ -151,7 +151,7 @@ class RunOutput:
         entropy: torch.Tensor | None,
         source: RolloutSource,
     ) -> None:
-        """Write the step's pass rates and the first groups from the source's recorded_rank.
+        """Write the step's pass rates and its first groups, whichever ranks sampled these.
 
         Args:
             step: from 0.
@@ -161,13 +161,13 @@ class RunOutput:
             entropy: float32 [T] of the batch, nats; None: not computed.
             source: of the responses.
         """
-        decode = source.decode
-        most, groups = self._config.logging.rollout_groups, summary.groups
-        # The first `most` groups whose responses that rank has; a group's may lie on several.
-        of_rank = (summary.sources == source.recorded_rank).nonzero().flatten()
-        numbers = groups[of_rank].unique_consecutive(return_inverse=True)[1]
-        positions = of_rank[numbers < most].tolist()
-        tokens = {}
+        decode, groups = source.decode, summary.groups
+        positions = (groups < self._config.logging.rollout_groups).nonzero().flatten().tolist()
+        shown, tokens = {}, {}
+        if positions:
+            own = {item.rollout.position: item for item in scored}
+            held = source.recorded([own[p] for p in positions if p in own])
+            shown = {item.rollout.position: item for item in held}
         if positions and decode is not None:
             tokens = gather_token_data(batch, entropy, positions, summary, self._ranks)
         if self._writer is not None:
@@ -175,6 +175,5 @@ class RunOutput:
                 problems = summary.prompt_indices[summary.firsts.unique()].tolist()
                 correct = groups[summary.is_correct].bincount(minlength=len(problems)).tolist()
                 self._writer.write_problems(step + 1, problems, correct, groups.bincount().tolist())
-            own = {s.rollout.position: s for s in source.recorded(scored)}
-            records = group_records([own[p] for p in positions], tokens, decode)
+            records = group_records([shown[p] for p in positions], tokens, decode)
             self._writer.write_rollouts(step + 1, records)

@@ -117,7 +117,7 @@ def group_records(
     """Return responses as lines of rollouts/step_*.jsonl, one group each.
 
     Args:
-        recorded: responses by position; a group may be incomplete.
+        recorded: responses of whole groups, by position.
         tokens: from gather_token_data.
         decode: as in token_pieces; None: no per-token data in the records.
     """

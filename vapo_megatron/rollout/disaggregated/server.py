@@ -42,7 +42,7 @@ from vapo_megatron.parallel.exchange import exchange, gather_summary
 from vapo_megatron.parallel.health.early_stop import note_started, pending_signal
 from vapo_megatron.parallel.health.watchdog import Watchdog
 from vapo_megatron.parallel.offload import check_host_memory
-from vapo_megatron.parallel.reduce import gather_objects, send_object
+from vapo_megatron.parallel.reduce import gather_objects, gather_objects_on
 from vapo_megatron.parallel.route_exchange import exchange_routes
 from vapo_megatron.parallel.worlds import Worlds
 from vapo_megatron.reward.own_metrics import Sums, sums_of
@@ -289,8 +289,9 @@ class Server:
         gather_objects(told, group)
         self._idle_seconds, self._spans = 0.0, []
         most = self._logging.rollout_groups * self._algorithm.group_size
-        shown = [item.without_routes() for item in scored[:most]]
-        send_object(shown, self._worlds.num_trainers, 0, group)
+        gather_objects_on(
+            0, [item.without_routes() for item in scored if item.rollout.first < most], group
+        )
         summary = gather_summary(scored, self._algorithm.responses_per_step, group)
         plan = self._plan(summary.sequence_lengths, step=step)
         wanted = [plan.positions(dp_rank) for dp_rank in range(self._dp_size)]

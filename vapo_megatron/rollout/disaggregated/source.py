@@ -26,7 +26,7 @@ from vapo_megatron.data.rollout import ScoredRollout
 from vapo_megatron.errors import Stopped
 from vapo_megatron.parallel import store
 from vapo_megatron.parallel.groups import Ranks
-from vapo_megatron.parallel.reduce import gather_objects, send_object, sum_over_world
+from vapo_megatron.parallel.reduce import gather_objects, gather_objects_on, sum_over_world
 from vapo_megatron.parallel.worlds import Worlds
 from vapo_megatron.reward.own_metrics import own_metrics
 from vapo_megatron.rollout.disaggregated.orders import Orders
@@ -66,7 +66,7 @@ class RemoteSampling(PromptSource):
         """
         super().__init__(inputs, rollout, algorithm, logging)
         self._worlds, self._waiting = worlds, waiting
-        self.group, self.recorded_rank = worlds.group, worlds.num_trainers
+        self.group = worlds.group
         self._orders = Orders(store.own_connection(), worlds)
         self._sync = WeightSync(inputs.shape, ranks, model, rollout, None, worlds)
         self._published: int | None = None
@@ -103,7 +103,7 @@ class RemoteSampling(PromptSource):
         """Wait for what each rollout worker answers."""
         nothing: Any = None
         with self._waiting():
-            return gather_objects(nothing, self.group)[self.recorded_rank :]
+            return gather_objects(nothing, self.group)[self._worlds.num_trainers :]
 
     @emits(
         "rollout/lag_mean",
@@ -128,8 +128,9 @@ class RemoteSampling(PromptSource):
             idle = time.monotonic() - start
             self._orders.give("take", step=step)
             found = self._from_rollout_workers()
-            sent: Any = send_object(None, self.recorded_rank, 0, self._worlds.group)
-        self._recorded, self.rollout_spans = sent or (), found[0].spans
+            sent: list[list[ScoredRollout]] = gather_objects_on(0, [], self.group)
+        self._recorded = [item for of_rank in sent for item in of_rank]
+        self.rollout_spans = found[0].spans
         self.prompts.next(found[0].num_prompts, step)
         metrics = {"time/trainer_idle_seconds": idle, "time/sampler_idle_seconds": found[0].idle}
         metrics |= own_metrics(each.own for each in found)
@@ -158,8 +159,8 @@ class RemoteSampling(PromptSource):
                     return
                 time.sleep(POLL_SECONDS)
 
-    def recorded(self, scored: Sequence[ScoredRollout]) -> Sequence[ScoredRollout]:
-        """Return what the first rollout worker has sent to the main trainer."""
+    def recorded(self, shown: Sequence[ScoredRollout]) -> Sequence[ScoredRollout]:
+        """Return what the rollout workers have sent to the main trainer; no trainer holds any."""
         return self._recorded
 
     def dump(
