@@ -11,10 +11,11 @@ import ctypes
 import os
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,10 @@ from vapo_megatron.errors import Stopped, UserError, tell
 from vapo_megatron.run.directory import PROBLEMS_FILE
 from vapo_megatron.run.metrics import MetricsWriter
 
+if TYPE_CHECKING:
+    from vapo_megatron.parallel.health.heartbeat import Heartbeat
+    from vapo_megatron.parallel.health.watchdog import Watchdog
+
 
 def _raise(error: Exception) -> None:
     raise error
@@ -34,6 +39,22 @@ def _meet_a_full_disk() -> None:
     with tempfile.TemporaryDirectory() as place, MetricsWriter(place, tensorboard=False) as writer:
         Path(place, PROBLEMS_FILE).symlink_to("/dev/full")
         writer.write_problems(1, [0], [1], [1])
+
+
+def _fail_in_a_beat(watchdog: Watchdog) -> None:
+    """Fail after the watchdog's thread has read the heartbeats and before it judges them."""
+    receive, has_read = watchdog._receive, threading.Event()
+
+    def slowly(ranks: range) -> dict[int, Heartbeat]:
+        found = receive(ranks)
+        has_read.set()
+        while watchdog._failure is None:
+            time.sleep(0.01)
+        return found
+
+    watchdog._receive = slowly  # type: ignore[method-assign]
+    has_read.wait()
+    raise RuntimeError("boom in a beat")
 
 
 FAULTS: dict[str, Callable[[], object]] = {
@@ -52,7 +73,8 @@ FAULTS: dict[str, Callable[[], object]] = {
     "signalled": lambda: os.kill(os.getpid(), signal.SIGTERM),
 }
 Fault = tuple[str, str, int, int]
-"""A name of FAULTS, and the phase, step and rank that meet it; "has no time": all ranks."""
+"""A name of FAULTS, and the phase, step and rank that meet it; "has no time": all ranks;
+"fails in a beat": of run_phases alone."""
 
 
 def settings(hf: Path, run_dir: Path, **sections: dict[str, Any]) -> VapoConfig:
@@ -113,6 +135,7 @@ def run_phases(run_dir: Path, limits: dict[str, float], fault: Fault | None) -> 
         FAULTS[fault[0]]()
     timeouts = settings(run_dir, run_dir, timeouts=limits).timeouts
     watchdog = Watchdog(timeouts, run_dir, rank, dist.get_world_size(), EarlyStop(9).is_signalled)
+    faults = {**FAULTS, "fails in a beat": lambda: _fail_in_a_beat(watchdog)}
     watchdog._runs_ahead |= fault is not None and fault[0] == "hangs unseen"
 
     def train_step(step: int) -> None:
@@ -120,7 +143,7 @@ def run_phases(run_dir: Path, limits: dict[str, float], fault: Fault | None) -> 
         for phase in ("generation", "exchange", "critic_update"):
             with watchdog.phase(phase):
                 if fault and fault[1:] == (phase, step, rank):
-                    FAULTS[fault[0]]()
+                    faults[fault[0]]()
                 dist.all_reduce(torch.ones(1))
 
     def run() -> None:

@@ -72,6 +72,10 @@ CASES = {
         ("fails", "critic_update", 3, 1), {}, [1, 1],
         r"rank 1 \(.*\) in critic_update of step 3: RuntimeError: boom \\udcff; stacks: ",
     ),
+    "fails in a beat": (
+        ("fails in a beat", "critic_update", 3, 1), {}, [1, 1],
+        r"rank 1 \(.*\) in critic_update of step 3: RuntimeError: boom in a beat; stacks: ",
+    ),
     "has no room": (
         ("has no room", "exchange", 2, 1),
         {},

@@ -204,10 +204,12 @@ class Watchdog:
                 self._send()
                 if is_last:
                     return
-                failed_beats += self._failure is not None
-                reads_all = self._rank == 0 or failed_beats > 0
+                # Once: the main thread may set it while the heartbeats are read.
+                error = self._failure
+                failed_beats += error is not None
+                reads_all = self._rank == 0 or error is not None
                 heartbeats = self._receive(range(self._world_size if reads_all else 1))
-                problem = self._problem(heartbeats, monitor, failed_beats)
+                problem = self._problem(heartbeats, monitor, error, failed_beats)
                 if problem is not None:
                     problem["rank"] = self._rank
                     self._store.compare_set("verdict", "", json.dumps(problem))
@@ -229,10 +231,21 @@ class Watchdog:
         }
 
     def _problem(
-        self, heartbeats: dict[int, Heartbeat], monitor: Monitor, failed_beats: int
+        self,
+        heartbeats: dict[int, Heartbeat],
+        monitor: Monitor,
+        error: BaseException | None,
+        failed_beats: int,
     ) -> dict[str, Any] | None:
-        """Return a verdict, or None while nothing is known to be wrong."""
-        now, error = time.monotonic(), self._failure
+        """Return a verdict, or None while nothing is known to be wrong.
+
+        Args:
+            heartbeats: of rank 0; of all ranks on rank 0 and with an error.
+            monitor: of their silence.
+            error: this rank's.
+            failed_beats: of this rank since then, this one included.
+        """
+        now = time.monotonic()
         if isinstance(error, UserError):
             return {"text": f"error: {error}", "code": 2}
         if error is not None:
