@@ -72,7 +72,8 @@ def kill_tree(process):
     """End a process and its children at once: torchrun's have sessions of their own."""
     found = psutil.Process(process.pid)
     for each in (*found.children(recursive=True), found):
-        each.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):  # It has ended meanwhile.
+            each.kill()
     psutil.wait_procs([found], 30)
 
 
