@@ -184,7 +184,7 @@ def test_there_are_no_metrics_of_what_was_neither_sampled_nor_judged(straight, i
 def test_what_is_kept_for_people(straight, inputs):
     run_dir = inputs[1] / "straight"
     groups = jsonl.read(run_dir / "rollouts/step_000001.jsonl")
-    assert [g["prompt"] for g in groups] == [written(i)["prompt"] for i in range(PER_STEP)]
+    assert [g["prompt"] for g in groups] == ["w3 w5", "w4 w5", "w5 w5", "w6 w5"]
     (response,) = groups[1]["responses"]
     assert response["text"] == "w20w21w31w32" and response["num_tokens"] == 5
     assert response["tokens"] == {"pieces": ["w20", "w21", "w31", "w32", "</s>"]}

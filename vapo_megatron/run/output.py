@@ -168,8 +168,8 @@ class RunOutput:
             own = {item.rollout.position: item for item in scored}
             held = source.recorded([own[p] for p in positions if p in own])
             shown = {item.rollout.position: item for item in held}
-        if positions and decode is not None:
-            tokens = gather_token_data(batch, entropy, positions, summary, self._ranks)
+            if decode is not None:
+                tokens = gather_token_data(batch, entropy, positions, summary, self._ranks)
         if self._writer is not None:
             if not summary.is_given:  # Given responses say nothing of what the policy can do.
                 problems = summary.prompt_indices[summary.firsts.unique()].tolist()

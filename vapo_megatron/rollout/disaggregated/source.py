@@ -26,7 +26,7 @@ from vapo_megatron.data.rollout import ScoredRollout
 from vapo_megatron.errors import Stopped
 from vapo_megatron.parallel import store
 from vapo_megatron.parallel.groups import Ranks
-from vapo_megatron.parallel.reduce import gather_objects, gather_objects_on, sum_over_world
+from vapo_megatron.parallel.reduce import gather_objects, sum_over_world
 from vapo_megatron.parallel.worlds import Worlds
 from vapo_megatron.reward.own_metrics import own_metrics
 from vapo_megatron.rollout.disaggregated.orders import Orders
@@ -128,8 +128,7 @@ class RemoteSampling(PromptSource):
             idle = time.monotonic() - start
             self._orders.give("take", step=step)
             found = self._from_rollout_workers()
-            sent: list[list[ScoredRollout]] = gather_objects_on(0, [], self.group)
-        self._recorded = [item for of_rank in sent for item in of_rank]
+            self._recorded = super().recorded(())
         self.rollout_spans = found[0].spans
         self.prompts.next(found[0].num_prompts, step)
         metrics = {"time/trainer_idle_seconds": idle, "time/sampler_idle_seconds": found[0].idle}
